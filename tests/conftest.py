@@ -1,13 +1,10 @@
 """Fixtures of all tests: a clean environment, seeded random numbers, and a report of skipped tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
 
 # Before the first import of lowprec: variables of the caller's shell must not affect tests. Tests of a variable set it.
 _OTHERS = {
@@ -52,12 +49,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark most cases of a sampled test as ``sweep``.
 
     The others form a Latin square: every value of each parameter occurs, in different combinations.
     """
-    values: dict[tuple[str, str], list[object]] = defaultdict(list)
+    values = defaultdict(list)
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if sampled is None:
@@ -73,20 +70,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cheap_collections() -> None:
+def cheap_collections():
     """Freeze the objects that exist before a module's tests, so that its garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+def rng(request):
     """A generator seeded by the test's name: repeatable, and different for each test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
-def fresh_executors() -> Iterator[None]:
+def fresh_executors():
     """Clear the plan and executor caches before and after the test, which simulates another machine."""
     executors.clear_caches()
     yield
@@ -96,16 +93,16 @@ def fresh_executors() -> Iterator[None]:
 _NO_REASON = frozenset({"", "Skipped", "unconditional skip"})
 
 
-def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _reason(report):
     longrepr = report.longrepr
     text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
     return text.removeprefix("Skipped: ").strip()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """List the skipped tests by reason, so that a skip is not mistaken for a pass."""
-    skipped: dict[str, list[str]] = defaultdict(list)
+    skipped = defaultdict(list)
     for report in terminalreporter.stats.get("skipped", []):
         skipped[_reason(report)].append(report.nodeid)
     if not skipped:
@@ -118,7 +115,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+def pytest_runtest_makereport(item, call):
     """Turn a skip without a reason into a failure."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and _reason(report) in _NO_REASON:

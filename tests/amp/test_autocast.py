@@ -1,10 +1,7 @@
 """``autocast`` over namespaces of the Array API: a transformer block and a convolution, in all levels."""
 
-from __future__ import annotations
-
 import logging
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from support.programs import in_threads
 NAMESPACES = ["numpy", "torch", "jax.numpy", "array_api_strict"]
 
 
-def namespace(name: str) -> Any:
+def namespace(name):
     if name == "numpy":
         return np
     if name == "torch":
@@ -30,23 +27,23 @@ def namespace(name: str) -> Any:
 
 
 @pytest.fixture(params=NAMESPACES)
-def base(request: pytest.FixtureRequest) -> Any:
+def base(request):
     return namespace(request.param)
 
 
-def values_of(x: Any) -> np.ndarray[Any, Any]:
+def values_of(x):
     if type(x).__module__ == "torch":
         return x.detach().double().numpy()
     return np.asarray(x).astype(np.float64)
 
 
-def dtype_of(x: Any) -> str:
+def dtype_of(x):
     return str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2]
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax.numpy"])
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_the_lists_are_seen_in_the_types(name: str, half: str) -> None:
+def test_the_lists_are_seen_in_the_types(name, half):
     base = namespace(name)
     xp = autocast(base, Policy.preset("O1", half=half))
     x = base.ones((3, 3), dtype=base.float32)
@@ -61,7 +58,7 @@ def test_the_lists_are_seen_in_the_types(name: str, half: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "bool"])
-def test_products_that_lowprec_has_not_are_the_library_s(dtype: str) -> None:
+def test_products_that_lowprec_has_not_are_the_library_s(dtype):
     torch = load_or_skip(Backend.TORCH).torch
     a = np.array([[1, 0], [1, 1]]).astype(dtype)
     # PyTorch has no product of booleans.
@@ -73,7 +70,7 @@ def test_products_that_lowprec_has_not_are_the_library_s(dtype: str) -> None:
         assert [(r.function, r.calls, r.by_lowprec) for r in xp.report().rows] == [("matmul", 2, 0)]
 
 
-def test_float64_integers_and_complex_numbers_stay() -> None:
+def test_float64_integers_and_complex_numbers_stay():
     xp = autocast(np, "O1")
     assert xp.matmul(np.eye(2), np.eye(2)).dtype == np.float64
     assert xp.exp(np.ones(2)).dtype == np.float64
@@ -84,7 +81,7 @@ def test_float64_integers_and_complex_numbers_stay() -> None:
 
 
 @pytest.mark.parametrize(("compute", "mode"), [("float16", "fp16"), ("bfloat16", "bf16"), ("tf32", "tf32")])
-def test_a_library_without_the_type_rounds_by_the_mode(compute: str, mode: str) -> None:
+def test_a_library_without_the_type_rounds_by_the_mode(compute, mode):
     strict = namespace("array_api_strict")
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     for level in ["O1", *(["O2", "O3"] if compute != "tf32" else [])]:
@@ -96,7 +93,7 @@ def test_a_library_without_the_type_rounds_by_the_mode(compute: str, mode: str) 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_an_out_is_written_and_not_cast(dtype: Any, by_name: bool) -> None:
+def test_an_out_is_written_and_not_cast(dtype, by_name):
     xp = autocast(np, "O1")
     x, half = np.full((2, 2), 1.5, np.float32), np.full((2, 2), 1.5, np.float16)
     for function, operands in ((xp.matmul, (x, x)), (xp.exp, (half,)), (xp.add, (x, half))):
@@ -106,7 +103,7 @@ def test_an_out_is_written_and_not_cast(dtype: Any, by_name: bool) -> None:
         np.testing.assert_allclose(out, function(*operands), rtol=2.0**-10)
 
 
-def test_linalg_products_are_lowprecs_too() -> None:
+def test_linalg_products_are_lowprecs_too():
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     xp = autocast(np, Policy.preset("O1", half="tf32"))
     expected = lowprec.matmul(a, b, math_mode="tf32")
@@ -118,7 +115,7 @@ def test_linalg_products_are_lowprecs_too() -> None:
     assert xp.report().calls == 4
 
 
-def test_functions_that_torch_has_under_other_names() -> None:
+def test_functions_that_torch_has_under_other_names():
     torch = namespace("torch")
     xp, x = autocast(torch, "O1"), torch.arange(6.0).reshape(2, 3)
     assert xp.max(x, axis=-1, keepdims=True).tolist() == [[2.0], [5.0]]
@@ -129,7 +126,7 @@ def test_functions_that_torch_has_under_other_names() -> None:
         assert found.tolist() == (x @ x.mT).tolist(), "integers below 2048 are exact"
 
 
-def test_functions_of_torch_nn() -> None:
+def test_functions_of_torch_nn():
     """``nn.functional`` casts by the lists; classes and what is no function are PyTorch's own."""
     torch = namespace("torch")
     xp, x = autocast(torch, Policy.preset("O1", half="bfloat16")), torch.ones(2, 3)
@@ -151,7 +148,7 @@ def test_functions_of_torch_nn() -> None:
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "tf32"])
-def test_under_jit_and_grad(compute: str) -> None:
+def test_under_jit_and_grad(compute):
     jnp = namespace("jax.numpy")
     jax = load_or_skip(Backend.JAX).jax
     xp = autocast(jnp, Policy.preset("O1", half=compute))
@@ -166,7 +163,7 @@ def test_under_jit_and_grad(compute: str) -> None:
 # -- guard, nesting, threads, report ---------------------------------------------------------------
 
 
-def test_the_guard_wins(base: Any) -> None:
+def test_the_guard_wins(base):
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     x, y = (base.asarray(a.tolist(), dtype=base.float32), base.asarray(b.tolist(), dtype=base.float32))
     exact = lowprec.matmul(a, b, math_mode="fp32")
@@ -179,7 +176,7 @@ def test_the_guard_wins(base: Any) -> None:
         assert (values_of(xp.matmul(x, y)) != exact).any(), "and ends with its block"
 
 
-def test_the_inner_policy_holds() -> None:
+def test_the_inner_policy_holds():
     outer = autocast(np, "O1")
     inner = autocast(outer, Policy.preset("O1", half="bfloat16"))
     full = autocast(inner, "O0")
@@ -190,14 +187,14 @@ def test_the_inner_policy_holds() -> None:
     assert isinstance(inner, AutocastNamespace)
 
 
-def test_threads_share_a_namespace() -> None:
+def test_threads_share_a_namespace():
     xp, x = autocast(np, "O1"), np.ones((2, 2), np.float32)
     types = in_threads(8, lambda _: {xp.exp(xp.matmul(x, x)).dtype for _ in range(50)})
     assert types == [{np.dtype(np.float32)}] * 8
     assert {row.function: row.calls for row in xp.report().rows} == {"matmul": 400, "exp": 400}
 
 
-def test_it_logs_how_many_calls_it_cast(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_logs_how_many_calls_it_cast(caplog):
     x = np.ones((2, 2), np.float32)
     with caplog.at_level(logging.INFO, "lowprec.amp"), autocast(np, "O1") as xp:
         xp.reshape(xp.exp(xp.matmul(x, x)), (4,))
@@ -208,7 +205,7 @@ def test_it_logs_how_many_calls_it_cast(caplog: pytest.LogCaptureFixture) -> Non
     assert [row.function for row in report.rows] == ["exp", "matmul", "reshape"]
 
 
-def test_non_functions_pass() -> None:
+def test_non_functions_pass():
     xp = autocast(np, "O1")
     assert xp.float32 is np.float32
     assert xp.pi == np.pi
@@ -219,6 +216,6 @@ def test_non_functions_pass() -> None:
         _ = xp.matmull
 
 
-def test_mistakes() -> None:
+def test_mistakes():
     with pytest.raises(ArrayError, match="autocast takes a namespace of arrays, such as numpy"):
         autocast(math)

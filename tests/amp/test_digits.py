@@ -1,11 +1,7 @@
 """The example that trains in every precision, on small data of its own."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def digits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def digits(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     return importlib.import_module("digits")
 
 
-def data() -> tuple[Any, ...]:
+def data():
     """Ten classes that are far apart."""
     rng = np.random.default_rng(0)
     y = np.arange(400) % 10
@@ -32,20 +28,20 @@ def data() -> tuple[Any, ...]:
     return x[:300], np.eye(10, dtype=np.float32)[y[:300]], x[300:], y[300:]
 
 
-def variants(module: ModuleType) -> list[Any]:
+def variants(module):
     return [v for group in module.GROUPS.values() for v in group]
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_all_variants_learn_but_the_one_that_underflows(digits: ModuleType, library: str) -> None:
-    base: Any = np if library == "numpy" else load_or_skip(Backend.TORCH).torch
+def test_all_variants_learn_but_the_one_that_underflows(digits, library):
+    base = np if library == "numpy" else load_or_skip(Backend.TORCH).torch
     found = {v.name: digits.train(base, v, data(), 0, 12)[0] for v in variants(digits)}
     underflows = found.pop("tiny: FP16 without scaling")
     assert underflows < 0.4
     assert min(found.values()) > 0.9, found
 
 
-def test_the_gradients_are_those_of_the_loss(digits: ModuleType) -> None:
+def test_the_gradients_are_those_of_the_loss(digits):
     """Against autograd's, in float32: some 100 terms a sum, so errors of about 100 units of roundoff, 1e-5."""
     torch = load_or_skip(Backend.TORCH).torch
     policy = amp.Policy.preset("O0")

@@ -1,30 +1,27 @@
 """``gradient_report`` and ``suggest_scale`` against the rounding of single numbers."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from frameworks.backends import ArrayNamespace, Backend
+from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, DTypeError
 from lowprec.amp import gradient_report, suggest_scale
 from lowprec.amp.gradients import FORMATS
-from lowprec.formats import TF32, NumberFormat
+from lowprec.formats import TF32
 from support.rounding_oracle import round_scalar
 
 
 @pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
-def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
+def xp(request):
     return load_or_skip(request.param)
 
 
-def edges() -> list[float]:
+def edges():
     """Every limit of the formats, and its neighbours among the float32."""
     found = []
     for f in FORMATS:
@@ -37,17 +34,17 @@ def edges() -> list[float]:
     return [s * x for x in found for s in (1, -1)]
 
 
-def fates(values: list[float], to: NumberFormat) -> tuple[float, float, float]:
+def fates(values, to):
     rounded = [abs(round_scalar(x, to, ties_away=to is TF32)) for x in values]
     kinds = (
         sum(x == 0 for x in rounded),
         sum(0 < x < to.smallest_normal for x in rounded),
         sum(math.isinf(x) for x in rounded),
     )
-    return tuple(n / len(values) for n in kinds)  # type: ignore[return-value]
+    return tuple(n / len(values) for n in kinds)
 
 
-def test_shares_are_those_of_rounding_each_number() -> None:
+def test_shares_are_those_of_rounding_each_number():
     rng = np.random.default_rng(2)
     spread = np.float32(rng.standard_normal(2000) * 2.0 ** rng.integers(-148, 126, 2000))
     values = [*edges(), *(float(x) for x in spread if x)]
@@ -71,7 +68,7 @@ def test_shares_are_those_of_rounding_each_number() -> None:
         (3.4e38, 2.0**-112),
     ],
 )
-def test_the_scale_keeps_the_largest_below_65504(largest: float, expected: float) -> None:
+def test_the_scale_keeps_the_largest_below_65504(largest, expected):
     grads = {"w": np.float32([-largest, 1e-45, np.inf]), "b": None}
     assert suggest_scale(grads) == expected
     assert float(np.float32(largest)) * expected < 65504
@@ -79,28 +76,28 @@ def test_the_scale_keeps_the_largest_below_65504(largest: float, expected: float
         assert float(np.float32(largest)) * expected * 2 >= 65504
 
 
-def test_nothing_to_go_by() -> None:
+def test_nothing_to_go_by():
     assert suggest_scale([]) == suggest_scale(np.float32([0, np.nan])) == 1.0
     report = gradient_report([])
     assert (report.elements, len(report.shares), report.shares[0].lost) == (0, 3, 0.0)
     assert report.to_dict()["largest"] is None
 
 
-def test_every_library_and_type(xp: ArrayNamespace) -> None:
+def test_every_library_and_type(xp):
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         values = np.array([0.25, -3.0], getattr(ml_dtypes, dtype, dtype))
         report = gradient_report({"w": xp.asarray(values)})
         assert (report.exponents, report.suggested_scale) == ({-2: 1, 1: 1}, 2.0**14)
 
 
-def test_non_gradients_are_refused() -> None:
+def test_non_gradients_are_refused():
     with pytest.raises(DTypeError, match="float16, got int64"):
         suggest_scale(np.ones(2, np.int64))
     with pytest.raises(ArrayError, match="expected arrays in lists"):
         gradient_report(["x"])
 
 
-def test_table_json_and_plot(tmp_path: Path) -> None:
+def test_table_json_and_plot(tmp_path):
     report = gradient_report(np.float32([1e-9, 1e-3]))
     assert "float16             1  50.0000%" in str(report)
     assert report._repr_html_().count("<tr>") == 7
@@ -120,7 +117,7 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
         ([], "0 gradients: 0 zero, 0 Inf or NaN; suggested scale 1"),
     ],
 )
-def test_a_report_without_magnitudes_names_no_range(values: list[float], title: str) -> None:
+def test_a_report_without_magnitudes_names_no_range(values, title):
     report = gradient_report(np.array(values, np.float32))
     assert str(report).splitlines()[0] == title
     assert "nan" not in str(report) + report._repr_html_()

@@ -1,15 +1,12 @@
 """``MasterWeights`` and ``PrecisionSchedule``."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
-from frameworks.backends import ArrayNamespace, Backend
+from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, MathMode, ModeError, ShapeError, get_math_mode
 from lowprec.amp import LossScaler, MasterWeights, Policy, PrecisionSchedule, SettingError
@@ -17,15 +14,15 @@ from lowprec.arrays.namespaces import dtype_name
 
 
 @pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
-def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
+def xp(request):
     return load_or_skip(request.param)
 
 
-def descent(masters: Any, grads: Any) -> Any:
+def descent(masters, grads):
     return {"layers": [w - 1e-4 * g for w, g in zip(masters["layers"], grads["layers"], strict=True)]}
 
 
-def test_small_updates_add_up(xp: ArrayNamespace) -> None:
+def test_small_updates_add_up(xp):
     one = xp.asarray(np.ones(3, np.float32))
     weights = MasterWeights({"layers": [one, one]}, "O2")
     grads = {"layers": [xp.asarray(np.ones(3, np.float16))] * 2}
@@ -45,10 +42,10 @@ def test_small_updates_add_up(xp: ArrayNamespace) -> None:
     assert (xp.to_numpy(one) == 1).all(), "the caller's array is not written"
 
 
-def test_a_rule_may_write_in_place() -> None:
+def test_a_rule_may_write_in_place():
     weights = MasterWeights({"w": np.ones(2, np.float16)}, "O3")
 
-    def rule(masters: Any, grads: Any, rate: float) -> None:
+    def rule(masters, grads, rate):
         assert grads["w"].dtype == np.float32
         masters["w"] -= rate * grads["w"]
 
@@ -57,7 +54,7 @@ def test_a_rule_may_write_in_place() -> None:
     assert (found["w"] == np.float16(0.5)).all()
 
 
-def test_norms_and_other_types_keep_theirs() -> None:
+def test_norms_and_other_types_keep_theirs():
     params = {
         "norm": np.ones(2, np.float32),
         "w": np.ones(2, np.float32),
@@ -70,7 +67,7 @@ def test_norms_and_other_types_keep_theirs() -> None:
     assert {x.dtype.name for x in weights.masters.values()} == {"float32", "float64", "int32"}
 
 
-def test_a_rule_that_fails_changes_nothing() -> None:
+def test_a_rule_that_fails_changes_nothing():
     weights = MasterWeights({"w": np.ones(2, np.float32)})
     before = weights.params
     with pytest.raises(ShapeError, match=r"of shape \(2,\) cannot become one of \(3,\)"):
@@ -82,14 +79,14 @@ def test_a_rule_that_fails_changes_nothing() -> None:
         MasterWeights({"w": "x"})
 
 
-def test_a_training_with_a_scaler_goes_on_from_a_checkpoint(xp: ArrayNamespace) -> None:
+def test_a_training_with_a_scaler_goes_on_from_a_checkpoint(xp):
     rng = np.random.default_rng(0)
     steps = [xp.asarray(rng.standard_normal(4).astype(np.float16)) for _ in range(6)]
 
-    def rule(masters: Any, grads: Any) -> Any:
+    def rule(masters, grads):
         return [w - 0.1 * g for w, g in zip(masters, grads, strict=True)]
 
-    def train(weights: MasterWeights, scaler: LossScaler, grads: list[Any]) -> None:
+    def train(weights, scaler, grads):
         for g in grads:
             scaled = scaler.scale([g])
             unscaled = scaler.unscale(weights.widened(scaled))
@@ -109,13 +106,13 @@ def test_a_training_with_a_scaler_goes_on_from_a_checkpoint(xp: ArrayNamespace) 
     np.testing.assert_array_equal(xp.to_numpy(resumed.masters[0]), xp.to_numpy(whole.masters[0]))
 
 
-def test_a_damaged_checkpoint_changes_nothing() -> None:
+def test_a_damaged_checkpoint_changes_nothing():
     weights, scaler = MasterWeights([np.ones(2, np.float32)]), LossScaler()
     state = weights.state_dict(scaler)
     with pytest.raises(SettingError, match="the checkpoint must be a mapping, got None"):
-        weights.load_state_dict(None)  # type: ignore[arg-type]
+        weights.load_state_dict(None)
     with pytest.raises(SettingError, match="policy must be a Policy or one of O0, O1, O2, O3, got 3"):
-        MasterWeights([np.ones(2)], 3)  # type: ignore[arg-type]
+        MasterWeights([np.ones(2)], 3)
     with pytest.raises(SettingError, match="the checkpoint lacks scaler"):
         weights.load_state_dict(weights.state_dict(), scaler)
     with pytest.raises(ShapeError, match=r"cannot become one of \(3,\)"):
@@ -126,7 +123,7 @@ def test_a_damaged_checkpoint_changes_nothing() -> None:
     assert (weights.masters[0] == 1).all()
 
 
-def test_a_checkpoint_holds_copies() -> None:
+def test_a_checkpoint_holds_copies():
     weights = MasterWeights([np.ones(2, np.float32)])
     state = weights.state_dict()
     weights.masters[0][:] = 5
@@ -139,7 +136,7 @@ def test_a_checkpoint_holds_copies() -> None:
 # -- the schedule ---------------------------------------------------------------------------------
 
 
-def test_modes_change_at_steps() -> None:
+def test_modes_change_at_steps():
     schedule = PrecisionSchedule(["bf16", MathMode.BF16X3, "fp32"], at=[2, 5])
     seen = []
     for _ in range(7):
@@ -150,7 +147,7 @@ def test_modes_change_at_steps() -> None:
     assert repr(schedule) == "PrecisionSchedule(fp32, stage 3 of 3)"
 
 
-def test_modes_change_on_a_plateau() -> None:
+def test_modes_change_on_a_plateau():
     schedule = PrecisionSchedule(["bf16", "tf32", "fp32"], patience=2, threshold=0.1)
     losses = [5, 4, 3.9, 3.8, 2, float("nan"), 1.99, 1, 1, 1, 1, 1]
     seen = []
@@ -160,7 +157,7 @@ def test_modes_change_on_a_plateau() -> None:
     assert seen == ["bf16"] * 3 + ["tf32"] * 3 + ["fp32"] * 6
 
 
-def test_a_schedule_goes_on_from_a_checkpoint() -> None:
+def test_a_schedule_goes_on_from_a_checkpoint():
     make = lambda: PrecisionSchedule(["bf16", "fp32"], patience=3)  # noqa: E731
     whole, other = make(), make()
     assert whole.state_dict()["lowest"] is None
@@ -184,7 +181,7 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("loss", ["a", [1.0], np.ones(2), 1j], ids=str)
-def test_a_loss_is_a_number(loss: Any) -> None:
+def test_a_loss_is_a_number(loss):
     schedule = PrecisionSchedule(["bf16", "fp32"], patience=3)
     before = schedule.state_dict()
     with pytest.raises(SettingError, match="the loss must be a number or an array without axes, got"):
@@ -207,12 +204,12 @@ def test_a_loss_is_a_number(loss: Any) -> None:
         ({"modes": "bf16", "at": []}, "the modes of a schedule must be a list, got 'bf16'"),
     ],
 )
-def test_schedules_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+def test_schedules_that_make_no_sense(arguments, message):
     with pytest.raises(SettingError, match=message):
         PrecisionSchedule(**arguments)
 
 
-def test_other_mistakes_of_a_schedule() -> None:
+def test_other_mistakes_of_a_schedule():
     with pytest.raises(ModeError, match="'fp23' is not a math mode"):
         PrecisionSchedule(["fp23"], at=[])
     with pytest.raises(SettingError, match=r"call update\(loss\)"):

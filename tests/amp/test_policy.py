@@ -1,11 +1,8 @@
 """``Policy``: levels, lists, casts of containers."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ LEVELS = {
 }
 
 
-def properties(policy: Policy) -> tuple[Any, ...]:
+def properties(policy):
     return (
         policy.params, policy.compute, policy.output, policy.functions, policy.norms_float32,
         policy.masters, policy.loss_scale,
@@ -33,12 +30,12 @@ def properties(policy: Policy) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_levels_are_apexs(level: str) -> None:
+def test_the_levels_are_apexs(level):
     assert properties(Policy.preset(level)) == LEVELS[level]
     assert as_policy(level) == Policy.preset(level)
 
 
-def test_another_narrow_type() -> None:
+def test_another_narrow_type():
     found = Policy.preset("O2", half="bfloat16")
     expected = ("bfloat16", "bfloat16", "float32", False, True, True, 1.0)
     assert properties(found) == expected
@@ -53,7 +50,7 @@ def test_another_narrow_type() -> None:
         Policy().moved("deny", "tanh", "matmul").moved("none", "exp").moved("allow", "my_conv"),
     ],
 )
-def test_a_policy_is_restored_from_its_fields(policy: Policy) -> None:
+def test_a_policy_is_restored_from_its_fields(policy):
     restored = as_policy(json.loads(json.dumps(asdict(policy))))
     assert restored == policy
     assert hash(restored) == hash(policy)
@@ -61,7 +58,7 @@ def test_a_policy_is_restored_from_its_fields(policy: Policy) -> None:
         assert restored.list_of(name) == policy.list_of(name)
 
 
-def test_other_mistakes() -> None:
+def test_other_mistakes():
     with pytest.raises(TypeError, match="half_type"):
         Policy.preset("O1", half_type="float16")
     with pytest.raises(SettingError, match="compute must be one of float32, tf32, bfloat16, float16, got 'float8'"):
@@ -71,7 +68,7 @@ def test_other_mistakes() -> None:
     with pytest.raises(SettingError, match='loss_scale, if it is not "dynamic", must be a positive number'):
         Policy(loss_scale=-2.0)
     with pytest.raises(SettingError, match="functions must be True or False, got 1"):
-        Policy(functions=1)  # type: ignore[arg-type]
+        Policy(functions=1)
     with pytest.raises(SettingError, match="the list must be one of allow, deny, infer, none"):
         Policy().moved("maybe", "exp")
     with pytest.raises(SettingError, match="the list must be one of allow, deny, infer, got 'half'"):
@@ -81,22 +78,22 @@ def test_other_mistakes() -> None:
     with pytest.raises(SettingError, match="'a,b' is not the name of a function"):
         Policy().moved("deny", "a,b")
     with pytest.raises(SettingError, match="moves must be pairs of a function's name and a list"):
-        Policy(moves="tanh")  # type: ignore[arg-type]
+        Policy(moves="tanh")
     for wrong in (["O1"], 3, "O4", ""):
         with pytest.raises(
             SettingError, match=f"policy must be a Policy or one of O0, O1, O2, O3, got {re.escape(repr(wrong))}"
         ):
-            autocast(np, wrong)  # type: ignore[arg-type]
+            autocast(np, wrong)
 
 
-def test_no_function_is_on_two_lists() -> None:
+def test_no_function_is_on_two_lists():
     from lowprec.amp.policy import DEFAULT_LISTS
 
     names = [name for text in DEFAULT_LISTS.values() for name in text.split()]
     assert len(names) == len(set(names))
 
 
-def test_weights_are_cast_and_norms_stay() -> None:
+def test_weights_are_cast_and_norms_stay():
     one = np.array([1 / 3, 2.0], np.float32)
     params = {
         "dense": {"w": one, "steps": np.ones(1, np.int64), "exact": one.astype(np.float64)},
@@ -124,17 +121,17 @@ def test_weights_are_cast_and_norms_stay() -> None:
         ("subnet enormous normal_head abnormal bnode turbnet normed_head dense conv_normal_1", False),
     ],
 )
-def test_words_of_names_decide_which_weights_are_norms(names: str, kept: bool) -> None:
+def test_words_of_names_decide_which_weights_are_norms(names, kept):
     params = {f"{name}.weight": np.ones(1, np.float32) for name in names.split()}
     cast = Policy.preset("O2").cast_params(params)
     assert {name for name, x in cast.items() if x.dtype == np.float32} == (params.keys() if kept else set())
 
 
-def network(torch: Any) -> Any:
+def network(torch):
     """Norms that a name gives away, in a sequence and of the user's; and a name that promises too much."""
 
-    class ScaleNorm(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
+    class ScaleNorm(torch.nn.Module):
+        def __init__(self):
             super().__init__()
             self.gain = torch.nn.Parameter(torch.ones(1))
 
@@ -152,7 +149,7 @@ def network(torch: Any) -> Any:
     )  # fmt: skip
 
 
-def test_module_types_decide_which_weights_are_norms() -> None:
+def test_module_types_decide_which_weights_are_norms():
     torch = load_or_skip(Backend.TORCH).torch
     model = network(torch)
     kept = {1, 3, 4, 5, 6, 8}
@@ -180,7 +177,7 @@ def test_module_types_decide_which_weights_are_norms() -> None:
     assert layers(x).dtype == torch.float32, "the model itself stays as it is"
 
 
-def test_statistics_give_a_norm_away() -> None:
+def test_statistics_give_a_norm_away():
     """Without the model, weights next to running statistics stay float32, whatever their names."""
     torch = load_or_skip(Backend.TORCH).torch
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
@@ -192,19 +189,19 @@ def test_statistics_give_a_norm_away() -> None:
     }  # fmt: skip
 
 
-def test_a_model_that_is_none_is_refused() -> None:
+def test_a_model_that_is_none_is_refused():
     with pytest.raises(ArrayError, match=r"model must be a torch\.nn\.Module, got 3"):
         Policy.preset("O2").cast_params({"w": np.ones(2, np.float32)}, 3)
 
 
-def test_inputs_and_outputs() -> None:
+def test_inputs_and_outputs():
     one = np.ones(2, np.float32)
     assert Policy.preset("O1").cast_inputs(one) is one
     assert Policy.preset("O2").cast_inputs([one])[0].dtype == np.float16
     assert Policy.preset("O2").cast_output(one.astype(np.float16)).dtype == np.float32
 
 
-def test_the_scaler_of_a_policy() -> None:
+def test_the_scaler_of_a_policy():
     assert Policy.preset("O1").scaler().rule.dynamic
     static = Policy.preset("O2", loss_scale=128.0).scaler()
     assert (static.get_scale(), static.rule.dynamic) == (128.0, False)
@@ -223,12 +220,12 @@ def test_the_scaler_of_a_policy() -> None:
         ("allow", ("float64", "float64"), "float64"),
     ],
 )
-def test_registered_functions_cast(which: str, types: tuple[str, ...], found: str) -> None:
+def test_registered_functions_cast(which, types, found):
     torch = load_or_skip(Backend.TORCH).torch
     seen = []
 
     @Policy().register(which)
-    def function(x: Any, *, others: Any) -> Any:
+    def function(x, *, others):
         """Of the user's."""
         seen.append((x.dtype, others[0].dtype))
         return x
@@ -239,7 +236,7 @@ def test_registered_functions_cast(which: str, types: tuple[str, ...], found: st
     assert function.__doc__ == "Of the user's."
 
 
-def test_the_guard_wins_over_a_registered_function() -> None:
+def test_the_guard_wins_over_a_registered_function():
     half = Policy().register(lambda x: x.dtype.name, "allow")
     one = np.ones(2, np.float16)
     assert half(one) == "float16"

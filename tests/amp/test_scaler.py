@@ -1,18 +1,15 @@
 """``LossScaler`` against PyTorch's ``GradScaler``, jmp's and Keras's rules, and its errors."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools
 import pickle
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
+from frameworks.backends import Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
 from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, SettingError, functional
@@ -24,7 +21,7 @@ from support import interrupts
 
 
 @pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
-def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
+def xp(request):
     return load_or_skip(request.param)
 
 
@@ -34,17 +31,17 @@ def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
 class Optimizer:
     """What ``GradScaler`` needs of an optimizer."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch):
         self.parameter = torch.zeros(2, requires_grad=True)
         self.param_groups = [{"params": [self.parameter]}]
         self.steps = 0
 
-    def step(self) -> str:
+    def step(self):
         self.steps += 1
         return "stepped"
 
 
-def random_arguments(rng: np.random.Generator) -> dict[str, Any]:
+def random_arguments(rng):
     return {
         "init_scale": float(2.0 ** rng.integers(-3, 120)) * float(rng.choice([1.0, 1.1, 3.7])),
         "growth_factor": float(rng.choice([2.0, 1.5, 1.001, 7.3, 2.0**40])),
@@ -53,7 +50,7 @@ def random_arguments(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def compare_sequence(torch: Any, seed: int) -> None:
+def compare_sequence(torch, seed):
     """Drive both scalers through one random sequence, and look at everything after every step."""
     rng = np.random.default_rng(seed)
     arguments = random_arguments(rng)
@@ -86,13 +83,13 @@ def compare_sequence(torch: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
-def test_the_same_as_pytorch_at_every_step(count: int) -> None:
+def test_the_same_as_pytorch_at_every_step(count):
     torch = load_or_skip(Backend.TORCH).torch
     for seed in range(count):
         compare_sequence(torch, seed)
 
 
-def test_the_arguments_and_defaults_are_pytorchs() -> None:
+def test_the_arguments_and_defaults_are_pytorchs():
     torch = load_or_skip(Backend.TORCH).torch
     scaler = torch.amp.GradScaler("cpu")
     assert LossScaler().state_dict() == scaler.state_dict()
@@ -100,7 +97,7 @@ def test_the_arguments_and_defaults_are_pytorchs() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)])
-def test_overflow_without_end_stops_at_a_floor(arguments: dict[str, float], floor: float) -> None:
+def test_overflow_without_end_stops_at_a_floor(arguments, floor):
     """PyTorch's scale falls to 0 and stays there; its state is taken, and the scale grows again."""
     torch = load_or_skip(Backend.TORCH).torch
     ours, theirs = LossScaler(**arguments), torch.amp.GradScaler("cpu")
@@ -126,9 +123,9 @@ def test_overflow_without_end_stops_at_a_floor(arguments: dict[str, float], floo
 # -- the functional twin --------------------------------------------------------------------------
 
 
-def test_the_twin_is_the_scaler(xp: ArrayNamespace) -> None:
-    module: Any = {"numpy": np, "torch": getattr(xp, "torch", None)}.get(xp.name)
-    module = module or xp.jax.numpy  # type: ignore[attr-defined]
+def test_the_twin_is_the_scaler(xp):
+    module = {"numpy": np, "torch": getattr(xp, "torch", None)}.get(xp.name)
+    module = module or xp.jax.numpy
     rule = ScaleRule(growth_interval=2, min_scale=0.5, max_scale=2.0**12)
     scaler = LossScaler(2.0**10, growth_interval=2, min_scale=0.5, max_scale=2.0**12)
     state = functional.init(module, 2.0**10)
@@ -145,7 +142,7 @@ def test_the_twin_is_the_scaler(xp: ArrayNamespace) -> None:
         assert (float(state.scale), int(state.growth_tracker)) == (expected["scale"], expected["_growth_tracker"])
 
 
-def test_limits_are_numbers_of_float32() -> None:
+def test_limits_are_numbers_of_float32():
     rule = ScaleRule(min_scale=0.1, max_scale=2)
     floor = float(np.float32(0.1))
     state, overflow = functional.init(np, 0.15), np.bool_(True)
@@ -155,12 +152,12 @@ def test_limits_are_numbers_of_float32() -> None:
     assert (capped, type(capped)) == (2.0, float)
 
 
-def test_the_twin_under_jit() -> None:
+def test_the_twin_under_jit():
     jax = load_or_skip(Backend.JAX).jax
     jnp, rule = jax.numpy, ScaleRule(growth_interval=2)
 
     @jax.jit
-    def train(state: Any, w: Any, x: Any) -> tuple[Any, Any]:
+    def train(state, w, x):
         loss = lambda w: functional.scale(jnp.sum(w * x), state)  # noqa: E731
         grads, found_inf = functional.unscale(jax.grad(loss)(w), state)
         w = functional.select(found_inf, w, w - 0.5 * grads)
@@ -178,7 +175,7 @@ def test_the_twin_under_jit() -> None:
     assert (float(over.scale), int(over.growth_tracker)) == (1024.0, 0)
 
 
-def test_the_twin_refuses() -> None:
+def test_the_twin_refuses():
     state = functional.init(np)
     with pytest.raises(GradientTypeError, match="float16 gradients cannot be unscaled"):
         functional.unscale(np.ones(2, np.float16), state)
@@ -194,7 +191,7 @@ def test_the_twin_refuses() -> None:
 Pair = collections.namedtuple("Pair", ["w", "b"])
 
 
-def test_containers_keep_their_structure(xp: ArrayNamespace) -> None:
+def test_containers_keep_their_structure(xp):
     one = lambda: xp.asarray(np.full(3, 8.0, np.float32))  # noqa: E731
     grads = {
         "layers": [Pair(one(), None), (one(),)],
@@ -213,7 +210,7 @@ def test_containers_keep_their_structure(xp: ArrayNamespace) -> None:
     np.testing.assert_array_equal(xp.to_numpy(grads["rest"]["y"]), 8.0)
 
 
-def test_other_arrays_of_the_standard_and_of_dlpack() -> None:
+def test_other_arrays_of_the_standard_and_of_dlpack():
     strict = pytest.importorskip("array_api_strict", reason="array_api_strict is not installed")
     scaler = LossScaler(2.0)
     found = scaler.unscale([strict.asarray([2.0, 4.0], dtype=strict.float32)])
@@ -229,7 +226,7 @@ def test_other_arrays_of_the_standard_and_of_dlpack() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 70_001, 300_003])
-def test_every_element_is_divided_and_looked_at(dtype: str, n: int) -> None:
+def test_every_element_is_divided_and_looked_at(dtype, n):
     rng = np.random.default_rng(n)
     x = rng.standard_normal(n).astype(getattr(ml_dtypes, dtype, dtype))
     inverse = np.float32(1 / 3.0)
@@ -250,7 +247,7 @@ def test_every_element_is_divided_and_looked_at(dtype: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_numpy_computes_the_same_without_the_library(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_computes_the_same_without_the_library(dtype, monkeypatch):
     rng = np.random.default_rng(1)
     # Of all magnitudes: subnormal results, overflows and ties are among them.
     x = (rng.standard_normal(70_003) * 2.0 ** rng.integers(-140, 125, 70_003)).astype(getattr(ml_dtypes, dtype, dtype))
@@ -263,7 +260,7 @@ def test_numpy_computes_the_same_without_the_library(dtype: str, monkeypatch: py
         assert scaler.unscale(x).tobytes() == expected.tobytes()
 
 
-def test_a_caller_that_flushes_subnormal_numbers() -> None:
+def test_a_caller_that_flushes_subnormal_numbers():
     torch = load_or_skip(Backend.TORCH).torch
     if library.library() is None or not torch.set_flush_denormal(True):
         pytest.skip("the kernels are not compiled, or this processor does not flush subnormal numbers")
@@ -276,7 +273,7 @@ def test_a_caller_that_flushes_subnormal_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("view", ["transposed", "reversed", "strided", "broadcast"])
-def test_views_are_read_and_written_in_place(view: str, dtype: Any) -> None:
+def test_views_are_read_and_written_in_place(view, dtype):
     whole = np.arange(1.0, 41.0, dtype=np.float32).astype(dtype).reshape(8, 5)
     x = {
         "transposed": whole.T,
@@ -294,7 +291,7 @@ def test_views_are_read_and_written_in_place(view: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [1000, 300_000])
-def test_an_out_that_overlaps_partly(n: int) -> None:
+def test_an_out_that_overlaps_partly(n):
     x = np.arange(n, dtype=np.float32)
     expected = x[:-1] * np.float32(0.25)
     LossScaler(4.0).unscale(x[:-1], out=x[1:])
@@ -302,7 +299,7 @@ def test_an_out_that_overlaps_partly(n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_losses_have_pytorchs_types(xp: ArrayNamespace, dtype: Any) -> None:
+def test_losses_have_pytorchs_types(xp, dtype):
     """A loss of no dimensions is scaled in float32 at least, beyond float16's range; others keep their type."""
     torch = load_or_skip(Backend.TORCH).torch
     theirs, scaler = torch.amp.GradScaler("cpu"), LossScaler()
@@ -324,7 +321,7 @@ def test_losses_have_pytorchs_types(xp: ArrayNamespace, dtype: Any) -> None:
 # -- order, several optimizers, several processes -------------------------------------------------
 
 
-def test_mistakes_in_the_order_are_refused() -> None:
+def test_mistakes_in_the_order_are_refused():
     scaler, grads = LossScaler(), np.ones(2, np.float32)
     with pytest.raises(ScalerStateError, match=r"update\(\) before any gradients were unscaled"):
         scaler.update()
@@ -346,7 +343,7 @@ def test_mistakes_in_the_order_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("where", ["new", "in place", "out"])
-def test_sparse_gradients_are_divided_as_by_pytorch(dtype: str, where: str) -> None:
+def test_sparse_gradients_are_divided_as_by_pytorch(dtype, where):
     torch = load_or_skip(Backend.TORCH).torch
     for bad in (1.0, float("inf"), float("nan")):
         values = torch.tensor([3.0, 5.0, bad], dtype=getattr(torch, dtype))
@@ -373,7 +370,7 @@ def test_sparse_gradients_are_divided_as_by_pytorch(dtype: str, where: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_other_sparse_gradients_are_refused() -> None:
+def test_other_sparse_gradients_are_refused():
     torch = load_or_skip(Backend.TORCH).torch
     eye = torch.eye(3)
     for layout in ("csr", "csc"):
@@ -390,7 +387,7 @@ def test_other_sparse_gradients_are_refused() -> None:
             LossScaler().unscale(grads, out=out)
 
 
-def test_refused_gradients_leave_the_scaler_ready() -> None:
+def test_refused_gradients_leave_the_scaler_ready():
     scaler, good = LossScaler(), np.ones(2, np.float32)
     with pytest.raises(GradientTypeError, match="float16 gradients cannot be unscaled") as caught:
         scaler.unscale([good, np.ones(2, np.float16)], out=[good, good])
@@ -418,7 +415,7 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
     scaler.update()
 
 
-def test_two_views_of_the_same_elements() -> None:
+def test_two_views_of_the_same_elements():
     """Tied weights, as one array or as views of one buffer, are divided once; two gradients need two arrays."""
     torch = load_or_skip(Backend.TORCH).torch
     for whole in (np.full((3, 3), 8.0, np.float32), torch.full((3, 3), 8.0)):
@@ -440,7 +437,7 @@ def test_two_views_of_the_same_elements() -> None:
             LossScaler(4.0).unscale([whole + 1, whole + 2], out=[whole[:], whole[:]])
 
 
-def test_jax_has_no_out() -> None:
+def test_jax_has_no_out():
     jnp = load_or_skip(Backend.JAX).jax.numpy
     x = jnp.ones(2, jnp.float32)
     with pytest.raises(ArrayError, match="omit out="):
@@ -464,7 +461,7 @@ def test_jax_has_no_out() -> None:
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale=4.0 is above max_scale=2.0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_numbers_out_of_range_are_refused(arguments, message):
     with pytest.raises(SettingError, match=message) as caught:
         LossScaler(**arguments)
     assert isinstance(caught.value, ValueError)
@@ -482,7 +479,7 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
         ({"growth_interval": "5"}, "growth_interval must be an integer of at least 1, got '5'"),
     ],
 )
-def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) -> None:
+def test_a_damaged_state_is_refused_whole(change, message):
     scaler = LossScaler(32.0)
     before = scaler.state_dict()
     with pytest.raises(SettingError, match=message):
@@ -491,16 +488,16 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) 
     with pytest.raises(SettingError, match=r"lacks scale, .* of an enabled scaler"):
         scaler.load_state_dict({})
     with pytest.raises(SettingError, match="the state dictionary must be a mapping, got None"):
-        scaler.load_state_dict(None)  # type: ignore[arg-type]
+        scaler.load_state_dict(None)
     with pytest.raises(SettingError, match="lacks scale, growth_factor"):
         scaler.load_state_dict({"growth_interval": 1, "_growth_tracker": 0})
 
 
-def test_a_step_that_raises_may_be_repeated() -> None:
+def test_a_step_that_raises_may_be_repeated():
     scaler = LossScaler()
     scaler.unscale(np.ones(1, np.float32))
 
-    def fails() -> None:
+    def fails():
         raise KeyError("disk")
 
     with pytest.raises(KeyError, match="disk"):
@@ -508,7 +505,7 @@ def test_a_step_that_raises_may_be_repeated() -> None:
     assert scaler.step(lambda: 3) == 3
 
 
-def test_scalars_of_numpy_are_gradients() -> None:
+def test_scalars_of_numpy_are_gradients():
     scaler = LossScaler(4.0)
     found = scaler.unscale({"b": np.float32([1, 7]).sum(), "c": np.full((), 6.0)})
     assert (found["b"], found["b"].dtype, found["c"]) == (2.0, np.float32, 1.5)
@@ -517,13 +514,13 @@ def test_scalars_of_numpy_are_gradients() -> None:
     assert scaler.found_inf
 
 
-def test_a_traced_gradient_names_the_way_out() -> None:
+def test_a_traced_gradient_names_the_way_out():
     jax = load_or_skip(Backend.JAX).jax
     with pytest.raises(ArrayError, match=r"use lowprec\.amp\.functional inside jit"):
         jax.jit(LossScaler().unscale)(jax.numpy.ones(2))
 
 
-def test_an_interrupt_finds_no_half_update() -> None:
+def test_an_interrupt_finds_no_half_update():
     scalers = [LossScaler(8.0)]
     scalers[0].unscale(np.array([np.inf], np.float32))
     for _ in interrupts.interrupted(lambda: scalers[-1].update()):
@@ -535,9 +532,9 @@ def test_an_interrupt_finds_no_half_update() -> None:
     assert scalers[-1].get_scale() == 4.0
 
 
-def test_processes_agree_by_a_reduction() -> None:
+def test_processes_agree_by_a_reduction():
     here = [np.ones(1, np.float32), np.array([np.nan], np.float32)]
-    calls: list[bool] = []
+    calls = []
     scalers = [LossScaler(8.0, reduce=lambda found: calls.append(found) or True) for _ in here]
     for scaler, grads in zip(scalers, here, strict=True):
         scaler.unscale(grads)
@@ -548,7 +545,7 @@ def test_processes_agree_by_a_reduction() -> None:
     assert calls == [False, True], "asked once for each optimizer and update"
 
 
-def test_a_new_scale_is_taken() -> None:
+def test_a_new_scale_is_taken():
     scaler = LossScaler(max_scale=64.0, init_scale=4.0)
     scaler.update(new_scale=32.0)
     assert scaler.get_scale() == 32.0
@@ -557,7 +554,7 @@ def test_a_new_scale_is_taken() -> None:
     assert scaler.get_scale() == 32.0
 
 
-def test_one_that_is_not_enabled_does_nothing() -> None:
+def test_one_that_is_not_enabled_does_nothing():
     scaler, grads = LossScaler(enabled=False), np.array([np.inf], np.float32)
     assert scaler.scale(grads) is grads
     assert scaler.unscale(grads) is grads
@@ -568,7 +565,7 @@ def test_one_that_is_not_enabled_does_nothing() -> None:
     assert repr(scaler) == "LossScaler(enabled=False)"
 
 
-def test_it_is_shown_copied_and_pickled() -> None:
+def test_it_is_shown_copied_and_pickled():
     scaler = LossScaler(32.0)
     assert repr(scaler) == "LossScaler(scale=32, dynamic, growth_tracker=0)"
     for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
@@ -576,10 +573,10 @@ def test_it_is_shown_copied_and_pickled() -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "jax", "array_api_strict"])
-def test_the_decision_is_asked_for_once(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decision_is_asked_for_once(library, monkeypatch):
     """Each look at a number is a wait for a GPU: one per step. CuPy's are counted where its kernels are tested."""
     if library == "array_api_strict":
-        xp: Any = pytest.importorskip(library, reason=f"{library} is not installed")
+        xp = pytest.importorskip(library, reason=f"{library} is not installed")
     else:
         backend = load_or_skip(Backend(library))
         xp = backend.torch if library == "torch" else backend.jax.numpy

@@ -1,15 +1,12 @@
 """Examples of products that lead along a kernel path of the CPU, for hypothesis to draw."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from backends.kernel_paths import MOST_FLOPS, SHAPES, KernelPath, Shape, numpy_dtype, promoted
+from backends.kernel_paths import MOST_FLOPS, SHAPES, KernelPath, numpy_dtype, promoted
 from support.oracles import Epilogue
 
 #: Memory around arrays: read, it makes a result NaN (or a large integer); a write to it is seen.
@@ -25,7 +22,7 @@ class Laid:
     inside: np.ndarray  # of the memory, which elements are the array's
 
     @classmethod
-    def of(cls, values: np.ndarray, steps: Any, margins: Any, order: Any) -> Laid:
+    def of(cls, values, steps, margins, order):
         """Lay values out: by so many elements of each axis apart, backwards if negative, behind so many others."""
         whole = [n * abs(s) + 2 * at for n, s, at in zip(values.shape, steps, margins, strict=True)]
         memory = np.zeros([whole[i] for i in order], values.dtype)
@@ -39,19 +36,19 @@ class Laid:
         within[...] = True
         return cls(memory, view, inside)
 
-    def repeated(self, axis: int) -> Laid:
+    def repeated(self, axis):
         """Return the same with the first of an axis in place of all others."""
         first = self.array[(slice(None),) * axis + (slice(1),)]
         return replace(self, array=np.broadcast_to(first, self.array.shape))
 
-    def check(self) -> None:
+    def check(self):
         """Fail if anything around the array was written."""
         around = self.memory[~self.inside].view(np.uint8)
         assert (around == _CANARY).all(), "something outside the array was written"
 
 
 @st.composite
-def _laid(draw: st.DrawFn, values: np.ndarray) -> Laid:
+def _laid(draw, values):
     axes = values.ndim
     kind = draw(st.sampled_from(("plain", "plain", "transposed", "gaps", "any", "any")))
     steps, margins, order = [1] * axes, [0] * axes, list(range(axes))
@@ -67,7 +64,7 @@ def _laid(draw: st.DrawFn, values: np.ndarray) -> Laid:
 
 
 @st.composite
-def _numbers(draw: st.DrawFn, shape: tuple[int, ...], name: str) -> np.ndarray:
+def _numbers(draw, shape, name):
     """Draw numbers: ordinary ones, of one sign, over many binades; and perhaps some that are special."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype = numpy_dtype(name)
@@ -78,7 +75,7 @@ def _numbers(draw: st.DrawFn, shape: tuple[int, ...], name: str) -> np.ndarray:
     kind = draw(st.sampled_from(("normal", "positive", "spread", "lines", "tiny", "ties", "whole")))
     reach = 6 if half else 45
 
-    def real() -> np.ndarray:
+    def real():
         x = rng.standard_normal(shape)
         if kind == "positive":
             x = rng.random(shape)
@@ -120,10 +117,10 @@ class Example:
     around: tuple[Laid, ...]  # c and bias, where they are
     prepared: str | None  # for which mode, if b is
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    def _repr_pretty_(self, printer, cycle):
         printer.text(repr(self))  # without this, hypothesis prints all numbers
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         arrays = {"a": self.a, "b": self.b, "out": self.out, **dict(zip(("x", "y"), self.around, strict=False))}
         described = [f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}" for k, x in arrays.items() if x]
         then = self.then
@@ -134,7 +131,7 @@ class Example:
         )
 
 
-def _stacks(draw: st.DrawFn, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _stacks(draw, shape):
     """Draw the shapes of a and b: vectors where they may be, and batches of different matrices, or of one b."""
     m, n, k = shape
     a, b = (m, k), (k, n)
@@ -148,7 +145,7 @@ def _stacks(draw: st.DrawFn, shape: Shape) -> tuple[tuple[int, ...], tuple[int, 
     return a, b
 
 
-def _results(compute: str) -> list[str]:
+def _results(compute):
     return {
         "float32": ["float32", "float32", "float16", "bfloat16"],
         "float16": ["float16", "float32"],
@@ -157,7 +154,7 @@ def _results(compute: str) -> list[str]:
     }.get(compute, [compute])
 
 
-def _addends(compute: str) -> list[str]:
+def _addends(compute):
     if compute == "int8":
         return ["int8", "int32"]
     found = ["float32", "float16", "bfloat16"]
@@ -167,7 +164,7 @@ def _addends(compute: str) -> list[str]:
 
 
 @st.composite
-def examples(draw: st.DrawFn, path: KernelPath) -> Example:
+def examples(draw, path):
     dtypes = draw(st.sampled_from(path.dtypes))
     if draw(st.booleans()):
         dtypes = dtypes[::-1]
@@ -190,9 +187,7 @@ def examples(draw: st.DrawFn, path: KernelPath) -> Example:
 
 
 @st.composite
-def _epilogues(
-    draw: st.DrawFn, compute: str, out_dtype: str, shape: tuple[int, ...], n: int
-) -> tuple[Epilogue, tuple[Laid, ...], Laid | None]:
+def _epilogues(draw, compute, out_dtype, shape, n):
     """Draw what follows a product, where it is written, and the arrays that are added."""
     is_integer, is_complex = compute == "int8", compute[0] == "c"
     out, around, c, bias = None, [], None, None

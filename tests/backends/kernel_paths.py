@@ -1,10 +1,8 @@
 """The kernel paths of the CPU: the products of each kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -28,12 +26,12 @@ class Shape(NamedTuple):
     k: int
 
     @property
-    def elements(self) -> int:
+    def elements(self):
         """Of a, b and the result."""
         return self.m * self.k + self.k * self.n + self.m * self.n
 
     @property
-    def flops(self) -> int:
+    def flops(self):
         return 2 * self.m * self.n * self.k
 
 
@@ -41,11 +39,11 @@ _ALL_SHAPES = sorted({*product(_EXTENTS, repeat=3), *product(_LONG, repeat=3)})
 SHAPES = [x for x in map(Shape._make, _ALL_SHAPES) if x.elements <= _MOST_ELEMENTS and x.flops <= MOST_FLOPS]
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name):
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def promoted(a: str, b: str) -> str:
+def promoted(a, b):
     """Return in which type operands of two are multiplied."""
     if a == b:
         return a
@@ -76,7 +74,7 @@ _WIDE = (("float64", "float64"), ("float64", "float32"), ("complex128", "complex
 _FLOAT16, _BFLOAT16, _INT8 = ((name, name) for name in ("float16", "bfloat16", "int8"))
 
 #: By kind of unit and name: the kernel's name after the unit, types and modes.
-_KINDS: dict[str, dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]]] = {
+_KINDS = {
     "fp32": {
         "": ("", (_SINGLE, *_HALVES), ALL),
         ", complex": ("", _COMPLEX, ALL),

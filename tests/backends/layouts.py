@@ -1,12 +1,8 @@
 """Layouts of a matrix in memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import numpy as np
 
-LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+LAYOUTS = {
     "rows": lambda x: x,
     "columns": np.asfortranarray,
     "backwards": lambda x: x[::-1],

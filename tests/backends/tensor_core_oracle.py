@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import copysign, frexp, inf, isfinite
 
 import numpy as np
 
-from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
-from lowprec.formats import FLOAT32, NumberFormat
+from lowprec.formats import FLOAT32
 
 
-def dot(
-    a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic, emins: tuple[int, int] | None = None
-) -> float:
+def dot(a, b, c, arithmetic, emins=None):
     """Return ``c + a_1 b_1 + a_2 b_2 + ...`` as a tensor core chains it: the result of a group is the c of the next.
 
     ``a`` and ``b`` are numbers of the format of ``arithmetic``, or of two formats whose least exponents are ``emins``;
@@ -27,9 +23,7 @@ def dot(
     return c
 
 
-def _add_group(
-    a: Sequence[float], b: Sequence[float], c: float, arithmetic: Arithmetic, emins: tuple[int, int]
-) -> float:
+def _add_group(a, b, c, arithmetic, emins):
     # float64 holds all products; the sum of those that are not finite is what IEEE 754 says.
     special = [x for x in (*map(float.__mul__, a, b), c) if not isfinite(x)]
     if special:
@@ -53,17 +47,17 @@ def _add_group(
         return float(np.float32(c) + np.float32(rounded))
 
 
-def _exponent(x: float, emin: int) -> int:
+def _exponent(x, emin):
     """Return the exponent of a number in a format, which for a subnormal number is that of the smallest normal one."""
     return max(frexp(x)[1] - 1, emin)
 
 
-def _cut(value: Fraction, grid: Fraction) -> Fraction:
+def _cut(value, grid):
     """Return the multiple of ``grid`` next to ``value`` on the side of zero."""
     return int(value / grid) * grid
 
 
-def _toward_zero(value: Fraction, fmt: NumberFormat) -> float:
+def _toward_zero(value, fmt):
     """Return the number of a format next to ``value`` on the side of zero; an infinity beyond the largest one."""
     if not value:
         return 0.0

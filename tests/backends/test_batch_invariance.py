@@ -5,12 +5,8 @@ FP32 units, and for int8, not on the instruction set. NumPy computes float64, co
 none of this.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +41,7 @@ KINDS = [
 HEIGHTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 63, 65, 100, 129, 256, 257)
 
 
-def numbers(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Any:
+def numbers(rng, shape, name):
     if name == "int8":
         return rng.integers(-128, 128, shape, np.int8)
     x = rng.standard_normal(shape, np.float32)
@@ -56,7 +52,7 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Any:
     return x.astype(TYPES.get(name, np.dtype(np.float32)))
 
 
-def bits(x: Any) -> Any:
+def bits(x):
     """Return the bits of a result, with one NaN for all."""
     x = np.ascontiguousarray(x)
     x = x.view(np.float32) if x.dtype.kind == "c" else x
@@ -66,7 +62,7 @@ def bits(x: Any) -> Any:
     return found
 
 
-def assert_same(found: Any, want: Any, *what: object) -> None:
+def assert_same(found, want, *what):
     differ = bits(found) != bits(want)
     assert not differ.any(), (f"{np.count_nonzero(differ)} of {differ.size} elements have other bits", *what)
 
@@ -74,53 +70,53 @@ def assert_same(found: Any, want: Any, *what: object) -> None:
 # -- layouts --------------------------------------------------------------------------------------
 
 
-def in_steps(x: Any) -> Any:
+def in_steps(x):
     """Return the same numbers in every second column and third row of others."""
     wide = np.zeros((3 * x.shape[0], 2 * x.shape[1]), x.dtype)
     wide[::3, ::2] = x
     return wide[::3, ::2]
 
 
-def plain(a: Any, b: Any, **given: Any) -> Any:
+def plain(a, b, **given):
     return lowprec.matmul(a, b, **given)
 
 
-def by_columns(a: Any, b: Any, **given: Any) -> Any:
+def by_columns(a, b, **given):
     return lowprec.matmul(np.asfortranarray(a), turned(b), **given)
 
 
-def turned(b: Any) -> Any:
+def turned(b):
     return b if isinstance(b, lowprec.QuantizedArray) else np.asfortranarray(b)
 
 
-def with_gaps(a: Any, b: Any, **given: Any) -> Any:
+def with_gaps(a, b, **given):
     return lowprec.matmul(in_steps(a), b if isinstance(b, lowprec.QuantizedArray) else in_steps(b[::-1])[::-1], **given)
 
 
-def into_columns(a: Any, b: Any, **given: Any) -> Any:
+def into_columns(a, b, **given):
     plan = lowprec.plan(a, b, **given)
     out = np.zeros(plan.out_shape[::-1], TYPES.get(plan.out_dtype.label, plan.out_dtype.label)).T
     return lowprec.matmul(a, b, out=out, **given)
 
 
-def sequence_first(a: Any, b: Any, **given: Any) -> Any:
+def sequence_first(a, b, **given):
     """Multiply rows whose matrix has no single stride between rows."""
     count = next(x for x in (3, 2, 1) if len(a) % x == 0)
     stacked = a.reshape(count, len(a) // count, a.shape[1])
     return lowprec.matmul(stacked.swapaxes(0, 1).copy().swapaxes(0, 1), b, **given).reshape(len(a), -1)
 
 
-def in_a_batch(a: Any, b: Any, **given: Any) -> Any:
+def in_a_batch(a, b, **given):
     """Multiply as the second product of a batch in which every matrix is another one."""
     if isinstance(b, lowprec.QuantizedArray):
         return lowprec.matmul(np.stack([a[::-1], a]), b, **given)[1]
     return lowprec.matmul(np.stack([a[::-1], a]), np.stack([b[::-1], b]), **given)[1]
 
 
-LAYOUTS: tuple[Callable[..., Any], ...] = (plain, by_columns, with_gaps, into_columns, sequence_first, in_a_batch)
+LAYOUTS = (plain, by_columns, with_gaps, into_columns, sequence_first, in_a_batch)
 
 
-def pieces(rng: np.random.Generator, *, every: bool) -> Iterator[slice]:
+def pieces(rng, *, every):
     """Yield ranges of rows: each of the first 257 alone, and batches of 1 to 257; or a part of these."""
     for height in range(1, 258) if every else HEIGHTS:
         first = int(rng.integers(0, 258 - height))
@@ -129,16 +125,14 @@ def pieces(rng: np.random.Generator, *, every: bool) -> Iterator[slice]:
         yield slice(row, row + 1)
 
 
-def kind_id(kind: tuple[str, str, str]) -> str:
+def kind_id(kind):
     return "-".join(dict.fromkeys(kind))
 
 
 @needs_kernels
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "every"])
 @pytest.mark.parametrize("kind", KINDS, ids=kind_id)
-def test_rows_alone_and_in_batches(
-    kind: tuple[str, str, str], every: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_alone_and_in_batches(kind, every, rng, monkeypatch):
     of_a, of_b, mode = kind
     a, b = numbers(rng, (1000, 1000), of_a), numbers(rng, (1000, 1000), of_b)
     monkeypatch.setattr(threads, "num_threads", lambda: 2)
@@ -156,7 +150,7 @@ def test_rows_alone_and_in_batches(
 
 @needs_kernels
 @pytest.mark.parametrize("kind", [x for x in KINDS if x[1] not in FORMATS and x[2] != "fp8_blocks"], ids=kind_id)
-def test_columns_alone_and_in_batches(kind: tuple[str, str, str], rng: np.random.Generator) -> None:
+def test_columns_alone_and_in_batches(kind, rng):
     of_a, of_b, mode = kind
     a, b = numbers(rng, (200, 700), of_a), numbers(rng, (700, 400), of_b)
     want = lowprec.matmul(a, b, math_mode=mode)
@@ -172,7 +166,7 @@ def test_columns_alone_and_in_batches(kind: tuple[str, str, str], rng: np.random
 @needs_kernels
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["float32", "complex64"])
-def test_elements_that_are_not_finite_change_no_other_row(mode: str, name: str, rng: np.random.Generator) -> None:
+def test_elements_that_are_not_finite_change_no_other_row(mode, name, rng):
     """They may need another computation, which the rest of the product must not take part in."""
     a, b = numbers(rng, (300, 500), name), numbers(rng, (500, 200), name)
     a[280, 3], a[281, 4], a[282, 5] = np.inf, np.nan, 3.4028235e38  # the last is infinite in bfloat16
@@ -188,9 +182,9 @@ def test_elements_that_are_not_finite_change_no_other_row(mode: str, name: str, 
 @needs_kernels
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16x6", "fp16x3"])
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-def test_epilogues(mode: str, out_dtype: str, rng: np.random.Generator) -> None:
+def test_epilogues(mode, out_dtype, rng):
     a, b, c = (numbers(rng, shape, "float32") for shape in ((150, 333), (333, 120), (150, 120)))
-    given: dict[str, Any] = {"math_mode": mode, "out_dtype": out_dtype, "alpha": 0.7, "beta": -1.3, "bias": c[0]}
+    given = {"math_mode": mode, "out_dtype": out_dtype, "alpha": 0.7, "beta": -1.3, "bias": c[0]}
     want = lowprec.matmul(a, b, c=c, activation="gelu", **given)
     for rows in (slice(0, 1), slice(7, 9), slice(0, 33), slice(140, 150)):
         assert_same(lowprec.matmul(a[rows], b, c=c[rows], activation="gelu", **given), want[rows], rows)
@@ -206,13 +200,13 @@ OF_UNITS = {
 }
 
 
-def only(unit: str) -> Any:
+def only(unit):
     """Return the context of a machine that has this unit and no other."""
     return machines.without(set(cpu_units.UNITS) - {unit})
 
 
 @cpu_units.units()
-def test_every_k(unit: str, rng: np.random.Generator) -> None:
+def test_every_k(unit, rng):
     """One row, few rows and many; sums of small integers are exact."""
     kinds = OF_UNITS[unit[:4]]
     with only(unit):
@@ -242,7 +236,7 @@ _FP32 = [x for x in cpu_units.UNITS if x.startswith("fp32")]
 
 @cpu_units.units(*_FP32[1:])
 @pytest.mark.parametrize("mode", SAME)
-def test_units_have_the_same_bits(unit: str, mode: str, rng: np.random.Generator) -> None:
+def test_units_have_the_same_bits(unit, mode, rng):
     for m, n, k in ((1, 300, 900), (3, 65, 385), (130, 70, 1300), (70, 1, 77), (33, 40, 4099)):
         for name in ("float32", "complex64"):
             a, b = numbers(rng, (m, k), name), numbers(rng, (k, n), name)
@@ -269,7 +263,7 @@ for m, n, k in ((1, 300, 900), (3, 65, 385), (130, 270, 1300), (300, 1, 77)):
 
 
 @needs_kernels
-def test_limits_of_the_instruction_set_change_no_bit() -> None:
+def test_limits_of_the_instruction_set_change_no_bit():
     """Those above AVX2 and below AMX, as far as this processor has them."""
     limits = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
     found = {limit: run_python(_PROGRAM, LOWPREC_MAX_CPU_ISA=limit) for limit in limits}
@@ -280,7 +274,7 @@ def test_limits_of_the_instruction_set_change_no_bit() -> None:
         assert not differ, (limit, differ[0].split()[0], len(differ))
 
 
-def test_the_hash_is_of_bits() -> None:
+def test_the_hash_is_of_bits():
     """A difference of one bit is seen, and the payload of a NaN is not."""
     x = np.float32([1, np.nan])
     y = x.copy()

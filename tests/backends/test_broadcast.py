@@ -1,11 +1,7 @@
 """Operands that repeat along their batch by strides of zero, in every mode, dtype and epilogue, without copies."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +12,16 @@ from support.machines import MACHINES, fixture
 
 M, N, K = 7, 5, 24
 
-Array = np.ndarray
-
 
 machine = fixture(*MACHINES)
 
 
-def make(rng: np.random.Generator, *shape: int, dtype: Any) -> Array:
+def make(rng, *shape, dtype):
     return oracles.random_matrix(rng, shape, dtype)
 
 
 #: The left operand, from a function that makes arrays.
-LEFT: dict[str, Callable[..., Array]] = {
+LEFT = {
     "a batch": lambda make, batch: make(*batch, M, K),
     "a batch, transposed": lambda make, batch: make(*batch, K, M).swapaxes(-1, -2),
     "rows one after another": lambda make, batch: make(*batch, 1, K),
@@ -39,7 +33,7 @@ LEFT: dict[str, Callable[..., Array]] = {
 }
 
 #: From a matrix to a stack that repeats it.
-RIGHT: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
+RIGHT = {
     "repeated": lambda w, batch: np.broadcast_to(w, (*batch, K, N)),
     "transposed and repeated": lambda w, batch: np.broadcast_to(
         np.ascontiguousarray(w.T).T, (*batch, K, N)
@@ -60,7 +54,7 @@ CASES += [(dtype, "fp32") for dtype in ("float16", "bfloat16", "float64", "compl
 @pytest.mark.parametrize(("dtype", "mode"), CASES)
 @pytest.mark.parametrize("left", LEFT)
 @pytest.mark.sampled(2)
-def test_every_mode_and_dtype(mode: str, dtype: str, left: str, machine: str, rng: np.random.Generator) -> None:
+def test_every_mode_and_dtype(mode, dtype, left, machine, rng):
     for right, batch in itertools.product(RIGHT, BATCHES):
         b = RIGHT[right](make(rng, K, N, dtype=dtype), batch)
         a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)
@@ -75,9 +69,7 @@ def test_every_mode_and_dtype(mode: str, dtype: str, left: str, machine: str, rn
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8"])
 @pytest.mark.parametrize("order", ["C", "reversed"])
 @pytest.mark.sampled(6)
-def test_a_repeated_matrix_is_not_copied_for_every_product(
-    mode: str, dtype: str, order: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_a_repeated_matrix_is_not_copied_for_every_product(mode, dtype, order, machine, rng):
     """Its copies would be 64 times 512 KiB; the operands that are copied once have 512 KiB and 64 KiB at most."""
     w = make(rng, 256, 256, dtype=dtype)
     b = np.broadcast_to(w if order == "C" else w[::-1, ::-1], (64, 256, 256))
@@ -93,7 +85,7 @@ def test_a_repeated_matrix_is_not_copied_for_every_product(
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 50), (5, 40, 1), (5, 1, 1), (40, 50), (5, 40, 50)])
-def test_an_addend_of_a_batch_that_becomes_rows(shape: tuple[int, ...], machine: str, rng: np.random.Generator) -> None:
+def test_an_addend_of_a_batch_that_becomes_rows(shape, machine, rng):
     """One matrix for all products: their rows are one matrix, unless the addend is none then."""
     a, b = rng.integers(-3, 4, (5, 40, 64)), rng.integers(-3, 4, (64, 50))
     a, b, c = (x.astype(np.float32) for x in (a, b, rng.integers(-9, 9, shape)))
@@ -102,7 +94,7 @@ def test_an_addend_of_a_batch_that_becomes_rows(shape: tuple[int, ...], machine:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16x3"])
-def test_rows_of_a_batch_by_offsets(mode: str, machine: str, rng: np.random.Generator) -> None:
+def test_rows_of_a_batch_by_offsets(mode, machine, rng):
     """Operands, results and addends in orders that no single stride of rows expresses, one too long to keep."""
     cases = [
         ((6, 5, 8), (1, 0, 2)),

@@ -1,9 +1,5 @@
 """Complex products of which one operand is real have the numbers of a zero imaginary part."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,23 +18,21 @@ M, K, N = 150, 220, 100
 machine = fixture(*MACHINES)
 
 
-def operands(rng: np.random.Generator, side: str, dtype: str) -> tuple[Any, Any]:
+def operands(rng, side, dtype):
     """``a`` and ``b``, of which one is real and of a type of its own."""
     a, b = (oracles.random_matrix(rng, shape, "complex64") for shape in ((M, K), (K, N)))
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     return (a.real.astype(narrow), b) if side == "a" else (a, b.real.astype(narrow))
 
 
-def widened(x: Any) -> Any:
+def widened(x):
     return x if x.dtype.kind == "c" else x.astype(np.float32).astype(np.complex64)
 
 
 @SIDES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", REAL)
-def test_the_numbers_are_those_of_a_zero_imaginary_part(
-    rng: np.random.Generator, side: str, mode: str, dtype: str, machine: str
-) -> None:
+def test_the_numbers_are_those_of_a_zero_imaginary_part(rng, side, mode, dtype, machine):
     a, b = operands(rng, side, dtype)
     c = oracles.random_matrix(rng, (M, N), "complex64")
     want = lowprec.matmul(*map(widened, (a, b)), math_mode=mode, c=c, beta=2j)
@@ -51,9 +45,7 @@ def test_the_numbers_are_those_of_a_zero_imaginary_part(
 @SIDES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, complex(0, np.inf), 3e38 + 3e38j])
-def test_non_finite_elements_are_as_with_a_zero_imaginary_part(
-    rng: np.random.Generator, side: str, mode: str, value: complex, machine: str
-) -> None:
+def test_non_finite_elements_are_as_with_a_zero_imaginary_part(rng, side, mode, value, machine):
     a, b = operands(rng, side, "float32")
     spoilt = [b[3, 5:7]] if side == "a" else [a[5:7, 3]]
     if not isinstance(value, complex):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +17,7 @@ from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
-from lowprec.modes import TABLE, MathMode
-from lowprec.planning import GemmPlan
+from lowprec.modes import TABLE
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.resolution import emulated_architecture
 from support.oracles import bfloat16
@@ -29,22 +27,22 @@ MODES = {"tf32": TF32, "bf16": BFLOAT16, "fp16": FLOAT16}
 M, N, K = 33, 17, 100
 
 
-def rounded(x: Any, fmt: str) -> Any:
+def rounded(x, fmt):
     return round_to_format(x, MODES[fmt])
 
 
-def in_float32(a: Any, b: Any, arch: str, fmt: str) -> Any:
+def in_float32(a, b, arch, fmt):
     """Return the product of the rounded operands, by the instruction itself."""
     x, y = rounded(a, fmt), rounded(b, fmt)
     return mma(x, y, np.zeros((*x.shape[:-1], y.shape[-1]), np.float32), arch=arch, format=fmt)
 
 
-def identical(x: Any, y: Any) -> bool:
+def identical(x, y):
     return bool(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes())
 
 
 @pytest.fixture
-def operands(rng: np.random.Generator) -> tuple[Any, Any]:
+def operands(rng):
     # Of one sign, so that rounding toward zero shows.
     return rng.random((M, K), np.float32), rng.random((K, N), np.float32)
 
@@ -54,7 +52,7 @@ def operands(rng: np.random.Generator) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arch", ["ampere", "ada", "hopper", "blackwell"])
-def test_a_mode_sums_as_the_tensor_core_does(arch: str, mode: str, operands: Any) -> None:
+def test_a_mode_sums_as_the_tensor_core_does(arch, mode, operands):
     a, b = operands
     without = lowprec.matmul(a, b, math_mode=mode)
     with emulate(arch):
@@ -67,7 +65,7 @@ def test_a_mode_sums_as_the_tensor_core_does(arch: str, mode: str, operands: Any
 
 
 @pytest.mark.parametrize(("dtype", "fmt"), [(np.float16, "fp16"), (bfloat16, "bf16")])
-def test_so_do_16_bit_operands(dtype: Any, fmt: str, operands: Any) -> None:
+def test_so_do_16_bit_operands(dtype, fmt, operands):
     a, b = (x.astype(dtype) for x in operands)
     with emulate("hopper"):
         found = lowprec.matmul(a, b, out_dtype="float32")
@@ -78,7 +76,7 @@ def test_so_do_16_bit_operands(dtype: Any, fmt: str, operands: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
-def test_so_do_float8_operands(arch: str, operands: Any) -> None:
+def test_so_do_float8_operands(arch, operands):
     a, b = (x.astype(ml_dtypes.float8_e4m3fn) for x in operands)
     x, y, zero = a.astype(np.float32), b.astype(np.float32), np.zeros((M, N), np.float32)
     with emulate(arch):
@@ -93,7 +91,7 @@ def test_so_do_float8_operands(arch: str, operands: Any) -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
-def test_e4m3_by_e5m2(arch: str, turned: bool, rng: np.random.Generator) -> None:
+def test_e4m3_by_e5m2(arch, turned, rng):
     """Subnormal numbers among them: each type has its least exponent."""
     a = np.ldexp(rng.standard_normal((6, 70)), rng.integers(-12, 3, (6, 70)))
     a[:3] = np.ldexp(rng.integers(-7, 8, (3, 70)), -9)  # groups of subnormal numbers alone
@@ -108,7 +106,7 @@ def test_e4m3_by_e5m2(arch: str, turned: bool, rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
-def test_so_does_a_gradient_in_e5m2(arch: str, operands: Any) -> None:
+def test_so_does_a_gradient_in_e5m2(arch, operands):
     a, b = operands
     scales = np.abs(a).max() / np.float32(57344), np.abs(b).max() / np.float32(448)
     x, y = (a / scales[0]).astype(ml_dtypes.float8_e5m2), (b / scales[1]).astype(ml_dtypes.float8_e4m3fn)
@@ -119,7 +117,7 @@ def test_so_does_a_gradient_in_e5m2(arch: str, operands: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
-def test_so_do_modes_that_round_to_float8(arch: str, operands: Any) -> None:
+def test_so_do_modes_that_round_to_float8(arch, operands):
     a, b = operands
     zero = np.zeros((M, N), np.float32)
     scales = [np.abs(x).max() / np.float32(448) for x in (a, b)]
@@ -142,11 +140,11 @@ def test_so_do_modes_that_round_to_float8(arch: str, operands: Any) -> None:
     assert not identical(rows, lowprec.matmul(a, b, math_mode="fp8_rows"))
 
 
-def test_pieces_of_k_limit_the_cost_of_float8_sums(rng: np.random.Generator) -> None:
+def test_pieces_of_k_limit_the_cost_of_float8_sums(rng):
     """Hopper keeps 13 fraction bits of a sum; DeepSeek-V3 adds sums of 128 products in FP32."""
     a, b = rng.random((8, 4096), dtype=np.float32), rng.random((4096, 8), dtype=np.float32)
 
-    def difference(**options: Any) -> float:
+    def difference(**options):
         with emulate("hopper"):
             found = lowprec.matmul(a, b, **options)
         want = lowprec.matmul(a, b, math_mode=options["math_mode"])
@@ -163,13 +161,13 @@ def test_pieces_of_k_limit_the_cost_of_float8_sums(rng: np.random.Generator) -> 
             assert error < bound * np.linalg.norm(a) * np.linalg.norm(b)
 
 
-def test_complex_components_are_one_chain_each(rng: np.random.Generator) -> None:
+def test_complex_components_are_one_chain_each(rng):
     a, b = (rng.random((9, 9, 2), np.float32).view(np.complex64)[..., 0] for _ in range(2))
     with emulate("ampere"):
         found = lowprec.matmul(a, b, math_mode="tf32")
     zero = np.zeros((9, 9), np.float32)
 
-    def chain(x: Any, y: Any, z: Any) -> Any:
+    def chain(x, y, z):
         return mma(rounded(x, "tf32"), rounded(y, "tf32"), z, arch="ampere", format="tf32")
 
     real = chain(-a.imag, b.imag, chain(a.real, b.real, zero))
@@ -178,7 +176,7 @@ def test_complex_components_are_one_chain_each(rng: np.random.Generator) -> None
     assert identical(found.imag.copy(), imag)
 
 
-def test_the_epilogue_follows_in_float32(operands: Any, rng: np.random.Generator) -> None:
+def test_the_epilogue_follows_in_float32(operands, rng):
     a, b = operands
     c, bias = rng.random((M, N), np.float32), rng.random(N, np.float32)
     out = np.empty((N, M), np.float32).T
@@ -189,7 +187,7 @@ def test_the_epilogue_follows_in_float32(operands: Any, rng: np.random.Generator
     assert np.array_equal(out, expected)
 
 
-def test_batches_vectors_and_strides(rng: np.random.Generator) -> None:
+def test_batches_vectors_and_strides(rng):
     a, b = rng.random((2, 1, K, 7), np.float32), rng.random((3, 2 * N, K), np.float32)
     a, b = a.swapaxes(-1, -2), b[:, ::-2].swapaxes(-1, -2)
     with emulate("hopper"):
@@ -210,7 +208,7 @@ def test_batches_vectors_and_strides(rng: np.random.Generator) -> None:
         (np.complex128, "bf16"),
     ],
 )
-def test_the_rest_stays_as_it_is(dtype: Any, mode: str, rng: np.random.Generator) -> None:
+def test_the_rest_stays_as_it_is(dtype, mode, rng):
     a, b = ((rng.random(shape) * 100).astype(dtype) for shape in ((M, K), (K, N)))
     expected = lowprec.matmul(a, b, math_mode=mode)
     with emulate("hopper"):
@@ -221,7 +219,7 @@ def test_the_rest_stays_as_it_is(dtype: Any, mode: str, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16"])
-def test_numbers_that_volta_does_not_multiply(mode: str, operands: Any) -> None:
+def test_numbers_that_volta_does_not_multiply(mode, operands):
     expected = lowprec.matmul(*operands, math_mode=mode)
     with emulate("volta"):
         assert identical(lowprec.matmul(*operands, math_mode=mode), expected)
@@ -230,7 +228,7 @@ def test_numbers_that_volta_does_not_multiply(mode: str, operands: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", Architecture)
-def test_errors_are_within_the_bound_of_the_architecture(arch: Architecture, rng: np.random.Generator) -> None:
+def test_errors_are_within_the_bound_of_the_architecture(arch, rng):
     for draw in (rng.random, rng.standard_normal):
         a, b = (draw(shape).astype(np.float16) for shape in ((8, 2000), (2000, 8)))
         with emulate(arch):
@@ -245,7 +243,7 @@ def test_errors_are_within_the_bound_of_the_architecture(arch: Architecture, rng
             assert (error > bound / 100).any()
 
 
-def guaranteed(plan: GemmPlan, x: Any, y: Any) -> Any:
+def guaranteed(plan, x, y):
     """Return the bound of a plan for operands in float64, element by element."""
     bound, k = plan.bound, x.shape[-1]
     sums = np.abs(x).sum(1)[:, None] + np.abs(y).sum(0) + k * bound.operand_absolute
@@ -255,7 +253,7 @@ def guaranteed(plan: GemmPlan, x: Any, y: Any) -> Any:
 
 @pytest.mark.parametrize(("dtype", "fmt"), [(np.float16, "float16"), (bfloat16, "bfloat16")])
 @pytest.mark.parametrize("arch", Architecture)
-def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, fmt: str) -> None:
+def test_the_bound_holds_for_subnormal_numbers(arch, dtype, fmt):
     model = accumulation(fmt, arch.capability)
     if model is None:
         with pytest.raises(UnsupportedError, match="do not support"):
@@ -280,7 +278,7 @@ def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, f
 
 
 @pytest.mark.parametrize("mode", ["bf16x3", "tf32x3"])
-def test_non_finite_results_are_recomputed_in_fp32(mode: str) -> None:
+def test_non_finite_results_are_recomputed_in_fp32(mode):
     # Rounded, the first number is infinite. Rounded toward zero, the sum would be the next smaller number.
     a, b = np.float32([[2.0**128 - 2.0**104, -(2.0**102)]]), np.ones((2, 1), np.float32)
     with emulate("hopper"):
@@ -289,7 +287,7 @@ def test_non_finite_results_are_recomputed_in_fp32(mode: str) -> None:
 
 @pytest.mark.parametrize("arch", [None, "hopper"])
 @pytest.mark.parametrize("mode", ["fp16x3", "fp16x4_unscaled", "fp16_karatsuba", "bf16x3", "tf32"])
-def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None) -> None:
+def test_the_bound_holds_where_results_are_subnormal(mode, arch):
     # A product that is one and a half times the smallest float32.
     x, y = np.full((1, 1), 1.5 * 2.0**-75), np.full((1, 1), 2.0**-74)
     with emulate(arch) if arch else contextlib.nullcontext():
@@ -303,7 +301,7 @@ ROUNDED = [row.mode for row in TABLE if row.operand_format.name in FORMATS and n
 
 
 @pytest.mark.parametrize("mode", ROUNDED)
-def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Generator) -> None:
+def test_bounds_hold_on_data_of_all_magnitudes(mode, rng):
     # Exponents from where all is subnormal to where float16 ends; signs alike or not; short sums and longer ones.
     ranges = [(0, 1), (-30, 3), (-140, 14), (-70, 14)]
     for low, high in ranges * 8:
@@ -327,7 +325,7 @@ def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Ge
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks"])
-def test_bounds_of_float8_sums_hold_on_data_of_all_magnitudes(mode: str, rng: np.random.Generator) -> None:
+def test_bounds_of_float8_sums_hold_on_data_of_all_magnitudes(mode, rng):
     """The bounds of modes that quantise are of the norms of whole matrices."""
     for low, high in [(0, 1), (-30, 3), (-110, 14), (-70, 14)] * 8:
         k = int(rng.choice([1, 3, 17, 100, 700]))
@@ -344,7 +342,7 @@ def test_bounds_of_float8_sums_hold_on_data_of_all_magnitudes(mode: str, rng: np
 # -- plans, modes and the guard -------------------------------------------------------------------
 
 
-def test_the_plan_shows_it(operands: Any) -> None:
+def test_the_plan_shows_it(operands):
     with emulate("hopper"):
         plan = lowprec.plan(*operands, math_mode="tf32")
     assert plan.resolved is not None
@@ -358,7 +356,7 @@ def test_the_plan_shows_it(operands: Any) -> None:
     assert "emulates" not in str(lowprec.plan(*operands, math_mode="tf32"))
 
 
-def test_the_guard_and_rtol_decide_as_ever(operands: Any) -> None:
+def test_the_guard_and_rtol_decide_as_ever(operands):
     with emulate("hopper"), lowprec.fp32_guard():
         guarded = lowprec.plan(*operands, math_mode="tf32")
     assert (str(guarded.mode), guarded.kernel_row.emulates) == ("fp32", None)
@@ -372,7 +370,7 @@ def test_the_guard_and_rtol_decide_as_ever(operands: Any) -> None:
         lowprec.matmul(*operands, rtol=1e-2)
 
 
-def test_it_leaves_the_mode_and_the_guard_alone() -> None:
+def test_it_leaves_the_mode_and_the_guard_alone():
     with lowprec.math_mode("bf16"), emulate("ada"):
         assert str(lowprec.get_math_mode()) == "bf16"
         with lowprec.math_mode("tf32"):
@@ -384,7 +382,7 @@ def test_it_leaves_the_mode_and_the_guard_alone() -> None:
 # -- scopes ---------------------------------------------------------------------------------------
 
 
-def test_the_innermost_counts_and_scopes_may_close_out_of_order() -> None:
+def test_the_innermost_counts_and_scopes_may_close_out_of_order():
     assert emulated_architecture() is None
     outer, inner = emulate("volta"), emulate("hopper")
     with outer, inner:
@@ -399,9 +397,9 @@ def test_the_innermost_counts_and_scopes_may_close_out_of_order() -> None:
     assert emulated_architecture() is None
 
 
-def test_it_decorates_functions() -> None:
+def test_it_decorates_functions():
     @emulate("blackwell")
-    def function() -> Any:
+    def function():
         return emulated_architecture()
 
     assert function() is Architecture.BLACKWELL
@@ -410,7 +408,7 @@ def test_it_decorates_functions() -> None:
 
 
 @pytest.mark.parametrize("name", ["kepler", "", None, 8])
-def test_other_architectures_are_refused(name: Any) -> None:
+def test_other_architectures_are_refused(name):
     with pytest.raises(UnsupportedError, match="choose one of: volta, ampere, ada, hopper, black"):
         emulate(name)
 
@@ -420,7 +418,7 @@ def test_other_architectures_are_refused(name: Any) -> None:
 ONE = np.ones((1, 1), np.float32)
 
 
-def test_mma_gives_an_array_of_the_library() -> None:
+def test_mma_gives_an_array_of_the_library():
     torch = pytest.importorskip("torch")
     a = torch.full((2, 3), 0.5)
     found = mma(a, a.T, torch.ones(2, 2), arch="hopper", format="tf32")
@@ -428,7 +426,7 @@ def test_mma_gives_an_array_of_the_library() -> None:
     assert found.tolist() == [[1.75, 1.75], [1.75, 1.75]]
 
 
-def test_mma_reads_its_operands_only(rng: np.random.Generator) -> None:
+def test_mma_reads_its_operands_only(rng):
     a, b, c = (rounded(rng.random(shape), "bf16") for shape in ((4, 3), (3, 5), (4, 5)))
     copies = [x.copy() for x in (a, b, c)]
     for x in (a, b, c):
@@ -439,7 +437,7 @@ def test_mma_reads_its_operands_only(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_mma_refuses_numbers_of_another_format(name: str) -> None:
+def test_mma_refuses_numbers_of_another_format(name):
     given = {"a": ONE, "b": ONE, "c": ONE, name: ONE + np.float32(2.0**-11)}
     with pytest.raises(ArrayError, match=rf"{name}\[0, 0\] is .*1.0004.*, which is not a tf32 number"):
         mma(given["a"], given["b"], given["c"], arch="hopper", format="tf32")
@@ -448,7 +446,7 @@ def test_mma_refuses_numbers_of_another_format(name: str) -> None:
         mma(given["a"], given["b"], given["c"], arch="hopper", format="fp16")
 
 
-def test_mma_takes_non_finite_numbers() -> None:
+def test_mma_takes_non_finite_numbers():
     a = np.array([[np.nan, 1, -np.inf]], np.float32)
     found = mma(a.T, ONE, np.zeros((3, 1), np.float32), arch="hopper", format="fp16")
     assert found.view(np.uint32).tolist() == [[0x7FFFFFFF], [0x3F800000], [0xFF800000]]
@@ -463,12 +461,12 @@ def test_mma_takes_non_finite_numbers() -> None:
         (((2, 2, 3), (3, 3, 2), (2, 2)), "the batches do not broadcast"),
     ],
 )
-def test_mma_refuses_shapes(shapes: Any, message: str) -> None:
+def test_mma_refuses_shapes(shapes, message):
     with pytest.raises(ShapeError, match=re.escape(message)):
         mma(*(np.zeros(shape, np.float32) for shape in shapes), arch="hopper", format="fp16")
 
 
-def test_mma_refuses_the_rest() -> None:
+def test_mma_refuses_the_rest():
     with pytest.raises(DTypeError, match="b has dtype float64; mma takes float32"):
         mma(ONE, ONE.astype(np.float64), ONE, arch="hopper", format="fp16")
     with pytest.raises(UnsupportedError, match=r"Volta do not support tf32; .* float16$"):

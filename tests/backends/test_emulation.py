@@ -1,10 +1,5 @@
 """Tensor-core arithmetic in software: against hardware, against exact arithmetic, and against published errors."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,9 +7,9 @@ import lowprec
 from backends.tensor_core_oracle import dot
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import library
-from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of
+from lowprec.backends.cpu.emulation.arithmetic import arithmetic, formats_of
 from lowprec.backends.cpu.emulation.products import multiply
-from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
+from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32
 from lowprec.planning.tensor_cores import accumulation
 from support import tensor_core_vectors as vectors
 from support.rounding_oracle import round_to_format
@@ -22,20 +17,19 @@ from support.rounding_oracle import round_to_format
 FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32, FLOAT8_E4M3FN, FLOAT8_E5M2)}
 MODELS = [(arch, fmt) for arch in Architecture for fmt in formats_of(arch)]
 NAN = 0x7FFFFFFF
-Twin = Callable[[Any, Any, Any, Arithmetic], Any]
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="the kernels are not compiled")
 
 
-def bits(x: Any) -> Any:
+def bits(x):
     return np.asarray(x, np.float32).view(np.uint32)
 
 
-def rounded(x: Any, fmt: str | NumberFormat) -> Any:
+def rounded(x, fmt):
     return round_to_format(x, FORMATS[fmt] if isinstance(fmt, str) else fmt)
 
 
-def scalar_twin(a: Any, b: Any, c: Any, model: Arithmetic) -> Any:
+def scalar_twin(a, b, c, model):
     found = [
         [dot(row.tolist(), column.tolist(), float(z), model) for column, z in zip(b.T, line, strict=True)]
         for row, line in zip(a, c, strict=True)
@@ -46,7 +40,7 @@ def scalar_twin(a: Any, b: Any, c: Any, model: Arithmetic) -> Any:
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_kernels), "NumPy"])
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twin:
+def twin(request, monkeypatch):
     if request.param == "NumPy":
         monkeypatch.setattr(library, "library", lambda: None)
     return multiply
@@ -55,17 +49,17 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twi
 # -- hardware -------------------------------------------------------------------------------------
 
 
-def in_one_call(twin: Twin, found: vectors.Vectors, model: Arithmetic) -> Any:
+def in_one_call(twin, found, model):
     a, b, c = found.a[:, None, :], found.b[:, :, None], found.c[:, None, None]
     return twin(a, b, c, model)[:, 0, 0]
 
 
-def model_of(gpu: str, fmt: str) -> Arithmetic:
+def model_of(gpu, fmt):
     return arithmetic(parse_architecture(vectors.ARCHITECTURES[gpu]), vectors.FORMATS[fmt])
 
 
 @pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
-def test_the_sample_read_off_hardware_agrees_bit_for_bit(gpu: str, fmt: str, twin: Twin) -> None:
+def test_the_sample_read_off_hardware_agrees_bit_for_bit(gpu, fmt, twin):
     found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
     assert len(found.d) == 16
     assert (bits(in_one_call(twin, found, model)) == bits(found.d)).all()
@@ -74,7 +68,7 @@ def test_the_sample_read_off_hardware_agrees_bit_for_bit(gpu: str, fmt: str, twi
 
 
 @pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS + vectors.NARROW_SETS)
-def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu: str, fmt: str, twin: Twin) -> None:
+def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu, fmt, twin):
     found = vectors.full(gpu, fmt)
     if found is None:
         pytest.skip(vectors.ABSENT)
@@ -84,7 +78,7 @@ def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu: str, fmt: str, twi
 
 @pytest.mark.parametrize("change", [{"fraction_bits": -1}, {"fraction_bits": 1}, {"group": 0.5}])
 @pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
-def test_the_sample_reports_other_models(gpu: str, fmt: str, change: dict[str, float]) -> None:
+def test_the_sample_reports_other_models(gpu, fmt, change):
     found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
     # The vectors show nothing about longer groups.
     group = int(min(model.group, found.a.shape[1]) * change.get("group", 1))
@@ -95,7 +89,7 @@ def test_the_sample_reports_other_models(gpu: str, fmt: str, change: dict[str, f
 # -- exact arithmetic -----------------------------------------------------------------------------
 
 
-def wild(rng: np.random.Generator, shape: tuple[int, ...], fmt: str, spread: int) -> Any:
+def wild(rng, shape, fmt, spread):
     """Return numbers of a format over many exponents, zeros of both signs among them, subnormal ones where they fit."""
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
     x = np.clip(x, -FORMATS[fmt].largest, FORMATS[fmt].largest)
@@ -106,9 +100,7 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...], fmt: str, spread: int
 @pytest.mark.parametrize("specials", [0.0, 0.03])
 @pytest.mark.parametrize("spread", [2, 20, 130])
 @pytest.mark.parametrize(("arch", "fmt"), MODELS)
-def test_the_twins_agree(
-    arch: Architecture, fmt: str, spread: int, specials: float, twin: Twin, rng: np.random.Generator
-) -> None:
+def test_the_twins_agree(arch, fmt, spread, specials, twin, rng):
     # At a spread of 130 sums are subnormal or overflow; 37 is no multiple of a group.
     a, b = wild(rng, (5, 37), fmt, spread), wild(rng, (37, 6), fmt, spread)
     c = np.where(rng.random((5, 6)) < 0.2, 0, wild(rng, (5, 6), "tf32", spread)).astype(np.float32)
@@ -182,9 +174,7 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
         (H, "bfloat16", [-0.0], [1.0], -0.0, 0.0),
     ],
 )  # fmt: skip
-def test_cases_that_can_be_followed_by_hand(
-    arch: Architecture, fmt: str, a: list[float], b: list[float], c: float, expected: float, twin: Twin
-) -> None:
+def test_cases_that_can_be_followed_by_hand(arch, fmt, a, b, c, expected, twin):
     model = arithmetic(arch, fmt)
     wanted = np.uint32(NAN) if np.isnan(expected) else bits(expected)
     x, y = np.array([a], np.float32), np.array(b, np.float32)[:, None]
@@ -194,7 +184,7 @@ def test_cases_that_can_be_followed_by_hand(
 
 
 @pytest.mark.parametrize(("arch", "fmt"), MODELS)
-def test_a_chain_of_instructions_is_the_whole(arch: Architecture, fmt: str, rng: np.random.Generator) -> None:
+def test_a_chain_of_instructions_is_the_whole(arch, fmt, rng):
     model, facts = arithmetic(arch, fmt), accumulation(fmt, arch.capability)
     assert facts is not None
     assert facts.instruction_k % model.group == 0
@@ -207,7 +197,7 @@ def test_a_chain_of_instructions_is_the_whole(arch: Architecture, fmt: str, rng:
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (3, 0, 4), (3, 5, 0), (1, 1, 1), (33, 7, 1030)])
-def test_every_shape(shape: tuple[int, int, int], twin: Twin, rng: np.random.Generator) -> None:
+def test_every_shape(shape, twin, rng):
     m, k, n = shape
     model = arithmetic(H, "tf32")
     a, b = wild(rng, (m, k), "tf32", 3), wild(rng, (k, n), "tf32", 3)
@@ -220,7 +210,7 @@ def test_every_shape(shape: tuple[int, int, int], twin: Twin, rng: np.random.Gen
     assert (bits(found[np.ix_(rows, columns)]) == bits(expected)).all()
 
 
-def test_strides_and_batches(twin: Twin, rng: np.random.Generator) -> None:
+def test_strides_and_batches(twin, rng):
     model = arithmetic(H, "float16")
     a, b = wild(rng, (2, 1, 19, 4), "float16", 3), wild(rng, (3, 40, 6), "float16", 3)
     a, b = a.swapaxes(-1, -2)[..., ::-1], np.broadcast_to(b[:, 1:39:2, ::-1], (2, 3, 19, 6))
@@ -234,9 +224,7 @@ def test_strides_and_batches(twin: Twin, rng: np.random.Generator) -> None:
 @needs_kernels
 @pytest.mark.parametrize("specials", [0, 40])
 @pytest.mark.parametrize(("arch", "fmt"), MODELS)
-def test_kernels_and_numpy_agree_on_many_blocks(
-    arch: Architecture, fmt: str, specials: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_and_numpy_agree_on_many_blocks(arch, fmt, specials, rng, monkeypatch):
     # Three blocks of rows, some of columns whatever the vectors' width, and of k; the second is shared by threads.
     model = arithmetic(arch, fmt)
     a, b = wild(rng, (70, 291), fmt, 60), wild(rng, (291, 37), fmt, 60)
@@ -249,14 +237,14 @@ def test_kernels_and_numpy_agree_on_many_blocks(
 
 
 @pytest.mark.parametrize("change", [{"fraction_bits": 26}, {"group": 200}, {"group": 7}, {"group": 24}])
-def test_groups_and_bits_beyond_those_of_tensor_cores(change: dict[str, int]) -> None:
+def test_groups_and_bits_beyond_those_of_tensor_cores(change):
     # Eight of the largest terms of 26 fraction bits exceed an int32.
     a, b = np.full((1, 300), 2 - 2.0**-10, np.float32), np.full((300, 1), 2 - 2.0**-10, np.float32)
     c, model = np.ones((1, 1), np.float32), arithmetic(H, "float16")._replace(**change)
     assert (bits(multiply(a, b, c, model)) == bits(scalar_twin(a, b, c, model))).all()
 
 
-def test_a_caller_that_flushes_subnormal_numbers() -> None:
+def test_a_caller_that_flushes_subnormal_numbers():
     torch = pytest.importorskip("torch")
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormal numbers")
@@ -288,9 +276,7 @@ K = 4096
     ],
 )
 @needs_kernels
-def test_errors_of_recovered_products_on_hopper(
-    scheme: str, chunk: int, normal: float, uniform: float | None, rng: np.random.Generator
-) -> None:
+def test_errors_of_recovered_products_on_hopper(scheme, chunk, normal, uniform, rng):
     draws = ((rng.standard_normal, normal), (rng.random, uniform))
     for draw, published in draws:
         if published is None:

@@ -1,9 +1,5 @@
 """FP8 operands on the CPU: every kernel, code, result type and scale, against float64 under the plan's bound."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ FLOAT8 = (E4M3, E5M2)
 SHAPES = [(3, 5, 7), (33, 20, 70), (1, 300, 400), (400, 3, 300), (8, 520, 515), (257, 129, 300)]
 
 
-def check(a: Any, b: Any, c: Any = None, **options: Any) -> Any:
+def check(a, b, c=None, **options):
     """Compare a product with float64 under its bound, plus one rounding in float32 for a factor."""
     c = lowprec.matmul(a, b, **options) if c is None else c
     made = lowprec.plan(a, b, **options)
@@ -36,7 +32,7 @@ def check(a: Any, b: Any, c: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize("pair", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2), (E4M3, BF16), (F16, E5M2), (F32, E4M3)],
                          ids=lambda pair: f"{pair[0]}-{pair[1]}")  # fmt: skip
 @pytest.mark.parametrize("column_major", [False, True])
-def test_products_are_within_the_bound(shape: tuple[int, int, int], pair: Any, column_major: bool) -> None:
+def test_products_are_within_the_bound(shape, pair, column_major):
     m, n, k = shape
     rng = np.random.default_rng(sum(shape))
     a, b = rng.standard_normal((m, k)).astype(pair[0]), rng.standard_normal((k, n)).astype(pair[1])
@@ -52,7 +48,7 @@ def test_products_are_within_the_bound(shape: tuple[int, int, int], pair: Any, c
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16", "bf16x3", "tf32x3", "fp64"])
 @pytest.mark.parametrize("shape", [(6, 9, 11), (2, 300, 400), (70, 140, 96)], ids=str)
-def test_modes_act_on_the_float32_operand_alone(mode: Any, shape: tuple[int, int, int]) -> None:
+def test_modes_act_on_the_float32_operand_alone(mode, shape):
     m, n, k = shape
     rng = np.random.default_rng(5)
     a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(E4M3)
@@ -65,7 +61,7 @@ def test_modes_act_on_the_float32_operand_alone(mode: Any, shape: tuple[int, int
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize("other", [None, BF16, F32], ids=str)
 @pytest.mark.parametrize("extent", [8, 300])
-def test_every_code(dtype: Any, other: Any, extent: int) -> None:
+def test_every_code(dtype, other, extent):
     """A product with one column of codes and the identity gives each number, and NaN and Inf where they are."""
     codes = np.arange(256, dtype=np.uint8).view(dtype)
     a = np.zeros((256, extent), dtype)
@@ -84,7 +80,7 @@ def test_every_code(dtype: Any, other: Any, extent: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_results_in_float8_are_rounded_once_as_by_astype(mode: Any) -> None:
+def test_results_in_float8_are_rounded_once_as_by_astype(mode):
     """To nearest, ties to even; beyond the range NaN (E4M3) or Inf (E5M2), not saturated."""
     values = np.array([[0.0, 1.0625, 1.1875, 448.0, 464.0, 465.0, -1e9, 2.0**-10, 61440.0, 2.0**-17]], np.float32)
     one = np.ones((1, 1), E4M3)
@@ -94,14 +90,14 @@ def test_results_in_float8_are_rounded_once_as_by_astype(mode: Any) -> None:
         np.testing.assert_array_equal(c.view(np.uint8) & 0x7F, held.astype(dtype).view(np.uint8) & 0x7F)
 
 
-def test_results_of_float64_sums_are_rounded_once() -> None:
+def test_results_of_float64_sums_are_rounded_once():
     """1.0625 is a tie of E4M3; rounding to float32 first would lose what is above it."""
     b = np.array([[1.0625], [2.0**-30]], np.float32)
     c = lowprec.matmul(np.ones((1, 2), E4M3), b, math_mode="fp64", out_dtype=E4M3)
     assert c.item() == 1.125
 
 
-def test_batches_and_strides() -> None:
+def test_batches_and_strides():
     rng = np.random.default_rng(2)
     a = rng.standard_normal((3, 2, 20, 80)).astype(E4M3)[:, ::-1, ::2, ::-2]
     b = rng.standard_normal((2, 40, 30)).astype(E5M2)
@@ -112,7 +108,7 @@ def test_batches_and_strides() -> None:
         assert (np.abs(lowprec.matmul(a, right, out_dtype=np.float32) - want) <= bound + 2.0**-126).all()
 
 
-def test_other_libraries() -> None:
+def test_other_libraries():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     rng = np.random.default_rng(3)
@@ -129,7 +125,7 @@ def test_other_libraries() -> None:
         np.testing.assert_array_equal(np.asarray(found), want)
 
 
-def test_scales_are_checked() -> None:
+def test_scales_are_checked():
     x, y = np.ones((4, 4), E4M3), np.ones((4, 4), np.float32)
     with pytest.raises(lowprec.UnsupportedError, match="scale_b is for an FP8 operand, but the operand is float32"):
         lowprec.matmul(x, y, scale_b=2.0)
@@ -142,7 +138,7 @@ def test_scales_are_checked() -> None:
     np.testing.assert_array_equal(found, np.full((4, 4), 14.0))
 
 
-def test_block_scaled_tensor_cores_are_not_emulated() -> None:
+def test_block_scaled_tensor_cores_are_not_emulated():
     """Ampere has none, so FP8 operands are widened there, as on such a GPU."""
     x, q = np.ones((16, 32), E4M3), lowprec.quantize(np.ones((16, 32), np.float32), "nvfp4")
     with lowprec.emulate("ampere"):
@@ -155,7 +151,7 @@ def test_block_scaled_tensor_cores_are_not_emulated() -> None:
         assert lowprec.matmul(x.astype(BF16), q.T)[0, 0] == 32
 
 
-def test_contractions() -> None:
+def test_contractions():
     rng = np.random.default_rng(7)
     a, b = (rng.integers(-3, 4, (6, 6)).astype(E4M3) for _ in range(2))
     x, y = a.astype(np.float64), b.astype(np.float64)

@@ -1,7 +1,5 @@
 """Signal handlers that raise in the middle of a product, and forks next to first products."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.programs import posix, run_python
@@ -9,7 +7,7 @@ from support.programs import posix, run_python
 
 @posix
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16x6"])
-def test_signals_at_any_time(mode: str) -> None:
+def test_signals_at_any_time(mode):
     code = """
         import signal, sys
         import numpy as np
@@ -47,7 +45,7 @@ def test_signals_at_any_time(mode: str) -> None:
 @posix
 @pytest.mark.parametrize("delay_ms", [0, 5, 20, 50])
 @pytest.mark.sampled(2)
-def test_a_child_that_is_forked_while_other_threads_import(delay_ms: int) -> None:
+def test_a_child_that_is_forked_while_other_threads_import(delay_ms):
     code = """
         import os, signal, sys, threading, time
         import numpy as np
@@ -71,7 +69,7 @@ def test_a_child_that_is_forked_while_other_threads_import(delay_ms: int) -> Non
 
 @posix
 @pytest.mark.parametrize("what", ["q.T", "q._view", "plan.bound"])
-def test_a_child_that_is_forked_while_another_thread_computes_a_property(what: str) -> None:
+def test_a_child_that_is_forked_while_another_thread_computes_a_property(what):
     code = """
         import os, signal, sys, threading, time
         import numpy as np
@@ -106,7 +104,7 @@ def test_a_child_that_is_forked_while_another_thread_computes_a_property(what: s
     assert run_python(code, what) == "5"
 
 
-def test_a_subinterpreter_is_refused() -> None:
+def test_a_subinterpreter_is_refused():
     code = """
         try:
             import _interpreters as interpreters

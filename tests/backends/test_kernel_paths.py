@@ -1,9 +1,6 @@
 """Products on every kernel path of the CPU: within their bounds, NaN and Inf as in IEEE 754, nothing else touched."""
 
-from __future__ import annotations
-
 import zlib
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import lowprec
-from backends.kernel_path_examples import Example, examples
-from backends.kernel_paths import KERNEL_PATHS, KernelPath, numpy_dtype, promoted
+from backends.kernel_path_examples import examples
+from backends.kernel_paths import KERNEL_PATHS, numpy_dtype, promoted
 from lowprec.backends.cpu import products, threads
 from lowprec.modes import row
-from lowprec.planning import GemmPlan, Summation
+from lowprec.planning import Summation
 from support import cpu_units, machines, oracles
 from support.kernel_oracles import bits
 
@@ -25,7 +22,7 @@ _SINGLE = 2.0**-24
 _SAFE = {"float32": 2.0**126, "complex64": 2.0**125, "float64": 2.0**1000, "complex128": 2.0**1000}
 
 
-def _bits(x: np.ndarray) -> bytes:
+def _bits(x):
     """Return the bits of an array, with one NaN for all."""
     x = np.atleast_1d(x)
     return bits(x).tobytes()
@@ -34,7 +31,7 @@ def _bits(x: np.ndarray) -> bytes:
 # -- what must come out ---------------------------------------------------------------------------
 
 
-def _operands(example: Example, plan: GemmPlan) -> tuple[np.ndarray, np.ndarray]:
+def _operands(example, plan):
     """Return the operands as they are multiplied, in the type of the product; those that are split as they are."""
     stored = (example.a.array, example.b.array)
     dtype = numpy_dtype(promoted(*(x.dtype.name for x in stored)))
@@ -47,13 +44,13 @@ def _operands(example: Example, plan: GemmPlan) -> tuple[np.ndarray, np.ndarray]
     return wide[0] if kept[0] else x, wide[1] if kept[1] else y
 
 
-def _sums(x: np.ndarray, y: np.ndarray, of: Any) -> tuple[np.ndarray, np.ndarray]:
+def _sums(x, y, of):
     """Return sums over rows of a and columns of b, such as go with the result."""
     a, b = of(oracles.magnitude(x)), of(oracles.magnitude(y))
     return a.sum(-1, keepdims=b.ndim > 1), b.sum(max(-2, -b.ndim), keepdims=min(a.ndim, b.ndim) > 1)
 
 
-def _product_error(example: Example, plan: GemmPlan, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _product_error(example, plan, x, y):
     """Return a bound of the product's error, element by element."""
     stored = (example.a.array, example.b.array)
     scheme = str(plan.scheme)
@@ -80,14 +77,14 @@ def _product_error(example: Example, plan: GemmPlan, x: np.ndarray, y: np.ndarra
     return error + bound.result_absolute + 2.0**-148
 
 
-def _has_subnormals(*operands: np.ndarray) -> bool:
+def _has_subnormals(*operands):
     return any(((x != 0) & (np.abs(x) < 2.0**-126)).any() for x in operands)
 
 
-def _reach(example: Example, x: np.ndarray, y: np.ndarray, c: np.ndarray | None) -> np.ndarray:
+def _reach(example, x, y, c):
     """Return how large sums of finite numbers may become on the way."""
 
-    def finite(z: np.ndarray) -> np.ndarray:
+    def finite(z):
         return np.where(np.isfinite(z), oracles.magnitude(z), 0.0)
 
     then = example.then
@@ -98,7 +95,7 @@ def _reach(example: Example, x: np.ndarray, y: np.ndarray, c: np.ndarray | None)
     return found if then.bias is None else found + finite(oracles.widen(then.bias))
 
 
-def _check(example: Example, plan: GemmPlan, c: np.ndarray | None, result: np.ndarray) -> None:
+def _check(example, plan, c, result):
     """Compare a result with float64, under the roundings of the product, the epilogue and the result's type."""
     then, wide = example.then, plan.accumulator.label
     x, y = _operands(example, plan)
@@ -148,7 +145,7 @@ def _check(example: Example, plan: GemmPlan, c: np.ndarray | None, result: np.nd
         )
 
 
-def _check_integers(example: Example, result: np.ndarray) -> None:
+def _check_integers(example, result):
     value = example.a.array.astype(np.int64) @ example.b.array.astype(np.int64)
     if example.then.bias is not None:
         value = value + example.then.bias
@@ -162,7 +159,7 @@ def _check_integers(example: Example, result: np.ndarray) -> None:
 # -- the kernel paths ----------------------------------------------------------------------------
 
 
-def _run(example: Example, b: Any, out: Any, c: Any) -> np.ndarray:
+def _run(example, b, out, c):
     then = example.then
     given_arrays = {"out": out, "c": c, "bias": then.bias}
     return np.asarray(
@@ -173,7 +170,7 @@ def _run(example: Example, b: Any, out: Any, c: Any) -> np.ndarray:
     )  # fmt: skip
 
 
-def check(example: Example, path: KernelPath) -> None:
+def check(example, path):
     """Run a product in all ways that must not matter, and compare it with what it must be."""
     then, out = example.then, example.out and example.out.array
     read = [x.memory for x in (example.a, example.b, *example.around)]
@@ -215,18 +212,18 @@ def check(example: Example, path: KernelPath) -> None:
         _check(example, plan, c, first)
 
 
-def _paths() -> list[Any]:
+def _paths():
     marks = {name: [cpu_units.needs(path.unit)] if path.unit else [] for name, path in KERNEL_PATHS.items()}
     return [pytest.param(path, id=name, marks=marks[name]) for name, path in KERNEL_PATHS.items()]
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("path", _paths())
-def test_a_product_is_right(path: KernelPath, count: int) -> None:
+def test_a_product_is_right(path, count):
     # An example is given by its seeds; a search for a simpler one would take minutes and show no more.
     @given(examples(path))
     @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    def test(example: Example) -> None:
+    def test(example):
         check(example, path)
 
     if settings.default.derandomize:  # each in its own way

@@ -3,8 +3,6 @@
 No process hangs, no later product raises, and no number is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -160,7 +158,7 @@ print("\\n".join(sorted(filter(None, failures))) or "right")
 )
 
 
-def is_right(code: str, *arguments: str, timeout: int = 120) -> bool:
+def is_right(code, *arguments, timeout=120):
     """Run a program; exceptions that Python ignores are printed after its answer."""
     found = run_python(code, *arguments, timeout=timeout)
     assert found.startswith("right"), found
@@ -170,7 +168,7 @@ def is_right(code: str, *arguments: str, timeout: int = 120) -> bool:
 @posix
 @needs_kernels
 @pytest.mark.parametrize("seed", range(10))
-def test_a_first_product_is_interrupted_in_a_fresh_process(seed: int) -> None:
+def test_a_first_product_is_interrupted_in_a_fresh_process(seed):
     """The longest delay is that of the imports and of the first product."""
     assert is_right(_FRESH, str(seed), "0.2")
 
@@ -178,20 +176,20 @@ def test_a_first_product_is_interrupted_in_a_fresh_process(seed: int) -> None:
 @posix
 @needs_kernels
 @pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.sweep)])
-def test_first_products_are_interrupted_in_forked_children(count: int) -> None:
+def test_first_products_are_interrupted_in_forked_children(count):
     assert is_right(_FORKED, str(count), "0.1", timeout=30 + count)
 
 
 @posix
 @needs_kernels
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.sweep)])
-def test_children_of_threads_that_multiply(count: int) -> None:
+def test_children_of_threads_that_multiply(count):
     assert is_right(_FORKED_FROM_THREADS, str(count), timeout=30 + 2 * count)
 
 
 @posix
 @needs_kernels
-def test_a_child_of_a_process_that_has_multiplied_has_threads_of_its_own() -> None:
+def test_a_child_of_a_process_that_has_multiplied_has_threads_of_its_own():
     code = (
         _COMMON
         + """
@@ -250,5 +248,5 @@ else:
 @pytest.mark.parametrize("megabytes", [300, 64, 16, 4, 1])
 @pytest.mark.parametrize("warm", ["warm", "cold"])
 @pytest.mark.sampled(3)
-def test_a_limit_on_the_address_space(warm: str, megabytes: int, where: str) -> None:
+def test_a_limit_on_the_address_space(warm, megabytes, where):
     assert run_python(_UNDER_A_LIMIT, warm, str(megabytes), where) == "done"

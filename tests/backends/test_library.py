@@ -1,7 +1,5 @@
 """The compiled library: its declarations for ctypes, the checks at loading, and the build."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os
@@ -9,7 +7,6 @@ import re
 import stat
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,19 +26,19 @@ _C_TYPES = {
 }  # fmt: skip
 
 
-def header() -> str:
+def header():
     return re.sub(r"//.*", "", (NATIVE / "lowprec.h").read_text(encoding="utf-8"))
 
 
-def declared_fields(name: str) -> list[tuple[str, Any]]:
+def declared_fields(name):
     """Return the fields of a struct of the header, by the ctypes of their types."""
     found = re.search(rf"typedef struct {{([^}}]*)}} {name};", header())
     assert found, name
-    fields: list[tuple[str, Any]] = []
+    fields = []
     for line in filter(str.strip, found[1].split(";")):
-        base, names = re.fullmatch(r"\s*(?:const )?(\w+)(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+        base, names = re.fullmatch(r"\s*(?:const )?(\w+)(.*)", line, re.DOTALL).groups()
         for each in names.split(","):
-            stars, field, length = re.fullmatch(r"\s*(\*?)\s*(\w+)(?:\[(\d+)\])?\s*", each).groups()  # type: ignore[union-attr]
+            stars, field, length = re.fullmatch(r"\s*(\*?)\s*(\w+)(?:\[(\d+)\])?\s*", each).groups()
             is_pointer = stars or names.lstrip().startswith("*")
             ctype = ctypes.c_void_p if is_pointer else _C_TYPES[base]
             fields.append((field, ctype * int(length) if length else ctype))
@@ -50,13 +47,13 @@ def declared_fields(name: str) -> list[tuple[str, Any]]:
 
 @needs_sources
 @pytest.mark.parametrize("name", ["Matrix", "Scheme", "Product", "Call", "Flat", "TensorCore"])
-def test_structures_are_those_of_the_header(name: str) -> None:
+def test_structures_are_those_of_the_header(name):
     c_name = "lp_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
     assert list(getattr(library, name)._fields_) == declared_fields(c_name)
 
 
 @needs_sources
-def test_functions_and_numbers_are_those_of_the_header() -> None:
+def test_functions_and_numbers_are_those_of_the_header():
     functions = set(re.findall(r"LP_API [\w ]+?lp_(\w+)\(", header()))
     assert functions == {*library.Functions._fields} - {"gemm_holding_gil"}
     enums = {
@@ -70,13 +67,13 @@ def test_functions_and_numbers_are_those_of_the_header() -> None:
 
 
 @needs_library
-def test_sources_that_have_changed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_have_changed_are_an_error(monkeypatch):
     monkeypatch.setattr(library, "_sources_hash", lambda: 1)
     with pytest.raises(BackendError, match=r"run `python hatch_build\.py`"):
         library._loaded.__wrapped__()
 
 
-def test_reasons_for_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reasons_for_a_missing_library(monkeypatch, tmp_path):
     path = tmp_path / "_kernels.so"
     monkeypatch.setattr(library, "_PATH", str(path))
     assert library._loaded.__wrapped__()[1] == "built without kernels (run `python hatch_build.py`)"
@@ -86,8 +83,8 @@ def test_reasons_for_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert library._loaded.__wrapped__()[1].startswith("the kernels cannot be loaded (")
 
 
-def test_an_exception_of_a_signal_handler_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: str) -> None:
+def test_an_exception_of_a_signal_handler_is_no_reason(monkeypatch):
+    def interrupted(path):
         raise TimeoutError("of a handler")
 
     monkeypatch.setattr(library, "_PATH", __file__)
@@ -100,7 +97,7 @@ def test_an_exception_of_a_signal_handler_is_no_reason(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
+def builder(monkeypatch, tmp_path):
     """`hatch_build.py` with two source files in a temporary folder."""
     if not (ROOT / "hatch_build.py").is_file():
         pytest.skip("the package is not in a checkout")
@@ -120,21 +117,21 @@ def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType
     return module
 
 
-def needs_compiler(builder: types.ModuleType) -> None:
+def needs_compiler(builder):
     if not (builder.is_supported() and builder.system_compiler()):
         pytest.skip("this system has no C++ compiler")
 
 
-def initialize(builder: types.ModuleType) -> tuple[dict[str, Any], list[str]]:
+def initialize(builder):
     """Run the hook for a wheel; return the data of the build and the warnings."""
-    warnings: list[str] = []
+    warnings = []
     hook = types.SimpleNamespace(app=types.SimpleNamespace(display_warning=warnings.append))
-    data: dict[str, Any] = {"force_include": {}}
+    data = {"force_include": {}}
     builder.CustomBuildHook.initialize(hook, "standard", data)
     return data, warnings
 
 
-def test_a_library_is_compiled_once_per_sources(builder: types.ModuleType) -> None:
+def test_a_library_is_compiled_once_per_sources(builder):
     needs_compiler(builder)
     (builder.NATIVE / "more.cpp").write_text(
         '__attribute__((used)) static const char s[] = "lowprec 0x0"; int other() { return 1; }\n', encoding="utf-8"
@@ -157,16 +154,14 @@ def test_a_library_is_compiled_once_per_sources(builder: types.ModuleType) -> No
     assert not warnings
 
 
-def test_a_missing_function_is_an_error_of_the_build(builder: types.ModuleType) -> None:
+def test_a_missing_function_is_an_error_of_the_build(builder):
     needs_compiler(builder)
     with pytest.raises(builder.BuildError, match="other"):
         builder.build()
 
 
 @posix
-def test_a_compiler_that_fails_gives_a_pure_wheel(
-    builder: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_compiler_that_fails_gives_a_pure_wheel(builder, monkeypatch, tmp_path):
     if not builder.is_supported():
         pytest.skip("there are no kernels for this machine")
     compiler = tmp_path / "broken"
@@ -184,9 +179,7 @@ def test_a_compiler_that_fails_gives_a_pure_wheel(
         initialize(builder)
 
 
-def test_no_library_on_request_and_on_other_processors(
-    builder: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_library_on_request_and_on_other_processors(builder, monkeypatch):
     monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64")
     assert initialize(builder)[1][0].endswith(f": there are none for {builder.sys.platform} on riscv64")
     monkeypatch.setenv("LOWPREC_BUILD", "none")
@@ -198,7 +191,7 @@ def test_no_library_on_request_and_on_other_processors(
 
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one CPU, or no masks")
-def test_workers_run_on_the_cpus_of_their_caller() -> None:
+def test_workers_run_on_the_cpus_of_their_caller():
     code = """
         import ctypes, os, threading
         from lowprec.backends.cpu import library

@@ -1,7 +1,5 @@
 """Processors with fewer instruction sets than this one: LOWPREC_MAX_CPU_ISA hides them from lowprec, for tests."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -63,7 +61,7 @@ print(json.dumps({"excess": excess, "units": sorted(capabilities(CPU).features),
     "isa",
     [isa if isa in ("baseline", "avx2", "avx512") else pytest.param(isa, marks=pytest.mark.sweep) for isa in ALLOWED],
 )
-def test_products_below_a_limit(isa: str) -> None:
+def test_products_below_a_limit(isa):
     found = json.loads(run_python(_PRODUCTS, LOWPREC_MAX_CPU_ISA=isa))
     assert {name: x for name, x in found["excess"].items() if x > 1} == {}
     assert set(found["units"]) == ALLOWED[isa] & library.units()
@@ -71,7 +69,7 @@ def test_products_below_a_limit(isa: str) -> None:
     assert bool(found["used"]) is bool(found["units"])
 
 
-def test_an_unknown_limit_is_refused_before_any_work_and_reported_by_info() -> None:
+def test_an_unknown_limit_is_refused_before_any_work_and_reported_by_info():
     program = """
 import json, numpy as np, lowprec
 shown = lowprec.info()
@@ -88,7 +86,7 @@ print(json.dumps({"raised": raised, "warnings": shown["warnings"], "devices": sh
 
 
 @pytest.mark.skipif("avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2")
-def test_info_reports_the_hidden_instruction_sets() -> None:
+def test_info_reports_the_hidden_instruction_sets():
     program = "import json, lowprec; print(json.dumps(lowprec.info()))"
     found = json.loads(run_python(program, LOWPREC_MAX_CPU_ISA="baseline"))
     sets = {x["name"]: x for x in found["devices"][0]["instruction_sets"]}
@@ -99,7 +97,7 @@ def test_info_reports_the_hidden_instruction_sets() -> None:
     assert (row["value"], row["effect"]) == ("baseline", "nothing above baseline is used")
 
 
-def test_a_limit_hides_every_instruction_set_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_hides_every_instruction_set_of_a_kernel(monkeypatch):
     monkeypatch.setenv(ISA, "baseline")
     environment.refresh()
     try:
@@ -111,7 +109,7 @@ def test_a_limit_hides_every_instruction_set_of_a_kernel(monkeypatch: pytest.Mon
         assert bool(row.instruction_sets) is bool(row.requires and not row.requires.endswith("neon"))
 
 
-def test_a_limit_is_read_again_after_a_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_is_read_again_after_a_bad_one(monkeypatch):
     environment.refresh()
     monkeypatch.setenv(ISA, "sse")
     with pytest.raises(EnvironmentVariableError, match=r"LOWPREC_MAX_CPU_ISA must be one of .*, got 'sse'"):

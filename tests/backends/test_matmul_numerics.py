@@ -5,11 +5,7 @@ element of the operand, so that the rounding shows bit by bit through whichever 
 others compare with float64 under the bounds that ``oracles`` derives.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -40,23 +36,23 @@ every_size = pytest.mark.parametrize("size", SIZES)
 small_and_large = pytest.mark.parametrize("size", ["small", "ragged"])
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype):
     return np.dtype(dtype).name
 
 
 # -- operands -------------------------------------------------------------------------------------
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def normal(rng, shape):
     return rng.standard_normal(shape)
 
 
-def uniform(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def uniform(rng, shape):
     """One sign: errors that are a bias do not cancel."""
     return rng.random(shape)
 
 
-def over(least: int, largest: int) -> Callable[..., np.ndarray]:
+def over(least, largest):
     """Return a distribution over these exponents."""
     return lambda rng, shape: np.ldexp(normal(rng, shape), rng.integers(least, largest + 1, shape))
 
@@ -66,7 +62,7 @@ wide = over(-14, 10)
 DISTRIBUTIONS = {"normal": normal, "uniform": uniform, "wide": wide}
 
 
-def fill(make: Any, dtype: Any, rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+def fill(make, dtype, rng, *shapes):
     found = []
     for shape in shapes:
         x = make(rng, shape)
@@ -76,12 +72,12 @@ def fill(make: Any, dtype: Any, rng: np.random.Generator, *shapes: tuple[int, ..
     return found
 
 
-def operands(make: Any, dtype: Any, rng: np.random.Generator, size: str) -> list[np.ndarray]:
+def operands(make, dtype, rng, size):
     m, n, k = SIZES[size]
     return fill(make, dtype, rng, (m, k), (k, n))
 
 
-def signed_permutation(n: int, rng: np.random.Generator, dtype: Any = np.float32) -> tuple[np.ndarray, Any]:
+def signed_permutation(n, rng, dtype=np.float32):
     """Return a matrix P with one +-1 per row and column, and what ``x @ P`` does to the columns of x."""
     order, sign = rng.permutation(n), rng.choice([-1, 1], n)
     matrix = np.zeros((n, n), dtype)
@@ -100,9 +96,7 @@ machine = fixture(*MACHINES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("dtype", SINGLE, ids=dtype_name)
 @pytest.mark.sampled(2)
-def test_single_precision(
-    mode: str, size: str, distribution: str, dtype: Any, machine: str, rng: np.random.Generator
-) -> None:
+def test_single_precision(mode, size, distribution, dtype, machine, rng):
     a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
     c = lowprec.matmul(a, b, math_mode=mode)
     assert c.dtype == dtype
@@ -114,9 +108,7 @@ def test_single_precision(
 @pytest.mark.parametrize("size", ["small", "tiles", "ragged", "long"])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("dtype", SINGLE, ids=dtype_name)
-def test_the_error_of_rounding_is_there(
-    mode: str, size: str, distribution: str, dtype: Any, machine: str, rng: np.random.Generator
-) -> None:
+def test_the_error_of_rounding_is_there(mode, size, distribution, dtype, machine, rng):
     a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
     oracles.assert_honest(lowprec.matmul(a, b, math_mode=mode), a, b, mode)
 
@@ -125,7 +117,7 @@ def test_the_error_of_rounding_is_there(
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("dtype", [d for d in FLOATS if d not in SINGLE], ids=dtype_name)
 @pytest.mark.sampled(3)
-def test_other_storage(size: str, distribution: str, dtype: Any, machine: str, rng: np.random.Generator) -> None:
+def test_other_storage(size, distribution, dtype, machine, rng):
     """Sums of 16-bit numbers are float32's, rounded once: an accumulator of 16 bits would be off by many units."""
     a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
     if dtype in HALF:
@@ -138,7 +130,7 @@ def test_other_storage(size: str, distribution: str, dtype: Any, machine: str, r
         oracles.assert_within_bound(c, a, b)
 
 
-def test_float64_against_rational_arithmetic(rng: np.random.Generator) -> None:
+def test_float64_against_rational_arithmetic(rng):
     a, b = fill(wide, np.float64, rng, (9, 40), (40, 8))
     exact = oracles.exact_product(a, b)
     # gamma_40 for the product, one rounding for the oracle.
@@ -150,7 +142,7 @@ def test_float64_against_rational_arithmetic(rng: np.random.Generator) -> None:
     "dtype", [np.dtype("float64"), np.dtype("complex128"), *HALF, np.dtype("int8")], ids=dtype_name
 )
 @small_and_large
-def test_a_mode_has_no_effect_on_other_storage(dtype: Any, size: str, rng: np.random.Generator) -> None:
+def test_a_mode_has_no_effect_on_other_storage(dtype, size, rng):
     a, b = operands(lambda r, s: 50 * normal(r, s), dtype, rng, size)
     plain = lowprec.matmul(a, b)
     for mode in oracles.ALL_MODES:
@@ -159,7 +151,7 @@ def test_a_mode_has_no_effect_on_other_storage(dtype: Any, size: str, rng: np.ra
 
 @every_mode
 @pytest.mark.parametrize("size", ["row", "tiles", "ragged"])
-def test_the_plan_keeps_its_promise(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_the_plan_keeps_its_promise(mode, size, machine, rng):
     a, b = operands(uniform, np.float32, rng, size)
     bound = lowprec.plan(a, b, math_mode=mode).bound
     error = np.abs(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
@@ -176,14 +168,14 @@ def test_the_plan_keeps_its_promise(mode: str, size: str, machine: str, rng: np.
 # -- exact results --------------------------------------------------------------------------------
 
 
-def in_range(x: np.ndarray) -> np.ndarray:
+def in_range(x):
     """Keep numbers that stay finite and above what tile units take for zero, their second part included."""
     return np.where((np.abs(x) <= 3.3e38) & (np.abs(x) >= 2.0**-100), x, np.float32(1.5))
 
 
 @every_mode
 @small_and_large
-def test_every_exponent_is_rounded_bit_by_bit(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_every_exponent_is_rounded_bit_by_bit(mode, size, machine, rng):
     m, n, _ = SIZES[size]
     x = in_range(rng.permutation(oracles.every_exponent(rng, 300)))[: m * n].reshape(m, n)
     p, permute = signed_permutation(n, rng)
@@ -195,7 +187,7 @@ def test_every_exponent_is_rounded_bit_by_bit(mode: str, size: str, machine: str
 
 @every_mode
 @small_and_large
-def test_ties_and_the_edges_of_the_range(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_ties_and_the_edges_of_the_range(mode, size, machine, rng):
     m, n, _ = SIZES[size]
     # The largest TF32 number: its nearest bfloat16 is infinite, which a split in two parts must not fall for.
     largest = {"bf16": (2 - 2.0**-7) * 2.0**127}.get(mode, (2 - 2.0**-10) * 2.0**127)
@@ -210,7 +202,7 @@ def test_ties_and_the_edges_of_the_range(mode: str, size: str, machine: str, rng
 
 @every_mode
 @small_and_large
-def test_complex_parts_are_rounded_bit_by_bit(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_complex_parts_are_rounded_bit_by_bit(mode, size, machine, rng):
     m, n, _ = SIZES[size]
     x = fill(normal, np.complex64, rng, (m, n))[0]
     p, permute = signed_permutation(n, rng, np.complex64)
@@ -223,7 +215,7 @@ def test_complex_parts_are_rounded_bit_by_bit(mode: str, size: str, machine: str
 @pytest.mark.parametrize("size", ["small", "tiles", "ragged", "long"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_name)
 @pytest.mark.sampled(3)
-def test_small_integers_are_exact(mode: str, size: str, dtype: Any, machine: str, rng: np.random.Generator) -> None:
+def test_small_integers_are_exact(mode, size, dtype, machine, rng):
     # |sum| <= 1500 * 2 * 16^2 < 2^24: every partial sum is an integer that float32 holds.
     a, b = operands(lambda r, s: r.integers(-16, 17, s).astype(float), dtype, rng, size)
     exact = oracles.product(a, b)
@@ -237,7 +229,7 @@ def test_small_integers_are_exact(mode: str, size: str, dtype: Any, machine: str
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 4, 5), (64, 64, 64), (257, 263, 269), (33, 30, 5000)], ids=str)
-def test_int8_is_exact(size: tuple[int, int, int], machine: str, rng: np.random.Generator) -> None:
+def test_int8_is_exact(size, machine, rng):
     m, n, k = size
     a = rng.integers(-128, 128, (m, k), dtype=np.int8)
     b = rng.integers(-128, 128, (k, n), dtype=np.int8)
@@ -249,7 +241,7 @@ def test_int8_is_exact(size: tuple[int, int, int], machine: str, rng: np.random.
 @pytest.mark.parametrize("left", [-128, 127])
 @pytest.mark.parametrize("right", [-128, 127])
 @pytest.mark.parametrize("columns", [2, 64])
-def test_int8_extremes_over_a_long_k(left: int, right: int, columns: int, machine: str) -> None:
+def test_int8_extremes_over_a_long_k(left, right, columns, machine):
     # The longest k whose sum cannot leave int32: 2^31 / 2^14 - 1.
     k = 2**17 - 1
     a, b = np.full((2, k), left, np.int8), np.full((k, columns), right, np.int8)
@@ -278,9 +270,7 @@ SPECIAL = {
 @pytest.mark.parametrize("size", ["small", "tiles", "ragged"])
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("operand", ["a", "b"])
-def test_special_numbers(
-    mode: str, size: str, special: str, operand: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_special_numbers(mode, size, special, operand, machine, rng):
     # Away from zero, so that Inf times an element is Inf and nothing else makes a NaN.
     a, b = (x + np.sign(x) / 8 for x in operands(normal, np.float32, rng, size))
     b *= np.float32(2.0**-3)
@@ -298,7 +288,7 @@ def test_special_numbers(
 
 @every_mode
 @small_and_large
-def test_inf_times_zero_is_nan(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_inf_times_zero_is_nan(mode, size, machine, rng):
     a, b = operands(uniform, np.float32, rng, size)
     a[3, 2], b[2, 1] = np.inf, 0.0
     b[2, 0] = np.float32(1e-30)  # zero in float16, next to the numbers of its column
@@ -311,7 +301,7 @@ def test_inf_times_zero_is_nan(mode: str, size: str, machine: str, rng: np.rando
 
 
 @small_and_large
-def test_a_float16_result_overflows_to_infinity(size: str, machine: str, rng: np.random.Generator) -> None:
+def test_a_float16_result_overflows_to_infinity(size, machine, rng):
     m, n, k = SIZES[size]
     a, b = np.full((m, k), 256, np.float16), np.full((k, n), 255, np.float16)
     b[:, 0] = -255
@@ -324,7 +314,7 @@ def test_a_float16_result_overflows_to_infinity(size: str, machine: str, rng: np
 
 
 @small_and_large
-def test_subnormal_float16_numbers_count(size: str, machine: str, rng: np.random.Generator) -> None:
+def test_subnormal_float16_numbers_count(size, machine, rng):
     m, n, _ = SIZES[size]
     x = np.ldexp(rng.integers(-1023, 1024, (m, n)).astype(np.float64), -24)
     p, permute = signed_permutation(n, rng)
@@ -335,7 +325,7 @@ def test_subnormal_float16_numbers_count(size: str, machine: str, rng: np.random
 
 @every_mode
 @small_and_large
-def test_numbers_below_float16_become_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_numbers_below_float16_become_zero(mode, size, machine, rng):
     m, n, _ = SIZES[size]
     x = rng.choice(np.array([2.0**-25, 2.0**-25 * (1 + 2.0**-10), -(2.0**-30), 1e-20], np.float32), (m, n))
     x[:, 0] = 2.0**14
@@ -347,7 +337,7 @@ def test_numbers_below_float16_become_zero(mode: str, size: str, machine: str, r
 
 @every_mode
 @small_and_large
-def test_subnormal_float32_numbers(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_subnormal_float32_numbers(mode, size, machine, rng):
     """Kept where the units keep them; tile units take them for zero, which the bound says."""
     m, n, _ = SIZES[size]
     x = np.ldexp(rng.standard_normal((m, n)), rng.integers(-149, -120, (m, n))).astype(np.float32)
@@ -365,7 +355,7 @@ def test_subnormal_float32_numbers(mode: str, size: str, machine: str, rng: np.r
 
 
 @every_mode
-def test_every_small_size(mode: str, rng: np.random.Generator) -> None:
+def test_every_small_size(mode, rng):
     a, b = fill(normal, np.float32, rng, (5, 5), (5, 5))
     for m, n, k in itertools.product(range(6), repeat=3):
         x, y = a[:m, :k], b[:k, :n]
@@ -374,7 +364,7 @@ def test_every_small_size(mode: str, rng: np.random.Generator) -> None:
 
 @every_mode
 @pytest.mark.parametrize("extent", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65])
-def test_around_the_sizes_of_tiles(mode: str, extent: int, rng: np.random.Generator) -> None:
+def test_around_the_sizes_of_tiles(mode, extent, rng):
     # One of m, n, k at a time around the size of a tile, the others large enough for the tile units.
     for m, n, k in ((extent, 512, 256), (512, extent, 256), (512, 512, extent)):
         p, permute = signed_permutation(k, rng)

@@ -4,10 +4,6 @@ Integer arithmetic on the bits of a NaN carries its payload into the exponent or
 0x7f800001 an infinity. So every class of payload goes through every kind of stride.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -24,12 +20,12 @@ FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT
 modes = pytest.mark.parametrize("mode", oracles.ALL_MODES)
 
 
-def scattered(view: np.ndarray) -> list[tuple[int, ...]]:
+def scattered(view):
     """Return an element at the beginning, one in the middle, and one at the end of a view."""
     return sorted({tuple(n // 2 for n in view.shape), (0,) * view.ndim, tuple(n - 1 for n in view.shape)})
 
 
-def put(view: np.ndarray, index: tuple[int, ...], nan: np.ndarray) -> None:
+def put(view, index, nan):
     """Write the bits of a NaN: an assignment of floats may quieten it."""
     bits = np.dtype(f"u{nan.itemsize}")
     real = view.real if view.dtype.kind == "c" else view
@@ -41,7 +37,7 @@ def put(view: np.ndarray, index: tuple[int, ...], nan: np.ndarray) -> None:
 
 @pytest.mark.parametrize("mode", FORMATS)
 @pytest.mark.parametrize("strides", oracles.STRIDES)
-def test_rounding_keeps_every_nan(mode: str, strides: str, rng: np.random.Generator) -> None:
+def test_rounding_keeps_every_nan(mode, strides, rng):
     for nan in oracles.nans(np.float32):
         writable, view = oracles.STRIDES[strides](oracles.random_matrix(rng, (6, 8), np.float32))
         for index in scattered(writable):
@@ -55,7 +51,7 @@ def test_rounding_keeps_every_nan(mode: str, strides: str, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("mode", FORMATS)
-def test_rounding_of_several_blocks(mode: str, rng: np.random.Generator) -> None:
+def test_rounding_of_several_blocks(mode, rng):
     x = oracles.random_matrix(rng, (1 << 10, 1 << 9), np.float32)
     nans = oracles.nans(np.float32)
     x[5, : nans.size] = nans
@@ -79,7 +75,7 @@ SIZES = {"small": (6, 5, 8), "tiles": (70, 66, 96)}
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.sampled(6)
-def test_every_nan_reaches_the_result(mode: str, size: str, dtype: str, machine: str, rng: np.random.Generator) -> None:
+def test_every_nan_reaches_the_result(mode, size, dtype, machine, rng):
     m, n, k = SIZES[size]
     patterns = oracles.nans(np.float32)
     for name, strided in oracles.STRIDES.items():
@@ -103,9 +99,7 @@ def test_every_nan_reaches_the_result(mode: str, size: str, dtype: str, machine:
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), bfloat16], ids=str)
 @pytest.mark.parametrize("out_dtype", ["float32", None])
-def test_every_nan_of_16_bits_reaches_the_result(
-    dtype: Any, out_dtype: str | None, machine: str, rng: np.random.Generator
-) -> None:
+def test_every_nan_of_16_bits_reaches_the_result(dtype, out_dtype, machine, rng):
     for strided in oracles.STRIDES.values():
         for nan in oracles.nans(dtype):
             writable, a = strided(oracles.random_matrix(rng, (6, 8), dtype))
@@ -120,9 +114,7 @@ def test_every_nan_of_16_bits_reaches_the_result(
 
 @pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-def test_every_nan_of_an_addend_reaches_the_result(
-    out_dtype: str, activation: str | None, machine: str, rng: np.random.Generator
-) -> None:
+def test_every_nan_of_an_addend_reaches_the_result(out_dtype, activation, machine, rng):
     a, b = (oracles.random_matrix(rng, (64, 64), np.float32) for _ in range(2))
     for nan in oracles.nans(np.float32):
         c, bias = np.zeros((64, 64), np.float32), np.zeros(64, np.float32)
@@ -138,7 +130,7 @@ def test_every_nan_of_an_addend_reaches_the_result(
 
 @pytest.mark.parametrize("size", [2, 70, 140])
 @pytest.mark.parametrize("dtype", [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), bfloat16], ids=str)
-def test_gelu_of_minus_infinity_is_zero_on_every_kernel(size: int, dtype: Any, machine: str) -> None:
+def test_gelu_of_minus_infinity_is_zero_on_every_kernel(size, dtype, machine):
     a = np.eye(size, dtype=dtype)
     c = np.zeros((size, size), dtype)
     c[0, 0], c[1, 1], c[1, 0], c[0, 1] = -np.inf, np.inf, np.nan, -60000
@@ -146,7 +138,7 @@ def test_gelu_of_minus_infinity_is_zero_on_every_kernel(size: int, dtype: Any, m
     np.testing.assert_array_equal(oracles.widen(got)[:2, :2], [[0, 0], [np.nan, np.inf]])
 
 
-def test_a_signalling_nan_is_widened_in_silence(machine: str) -> None:
+def test_a_signalling_nan_is_widened_in_silence(machine):
     """Warnings are errors here."""
     a = np.full((2, 2), 0x7F800001, np.uint32).view(np.float32)
     assert np.isnan(lowprec.matmul(a, np.ones((2, 2), np.complex64), math_mode="fp64")).all()

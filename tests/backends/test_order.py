@@ -1,9 +1,5 @@
 """One order of summation: an element depends on its row of a, its column of b and k alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,12 +17,12 @@ MODES = [str(r.mode) for r in TABLE if r.mode not in _OTHER and not r.quantizes]
 fp32_units = cpu_units.units(*(unit for unit in cpu_units.UNITS if unit.startswith("fp32")))
 
 
-def alone(unit: str) -> Any:
+def alone(unit):
     """Return the context of a machine that has this unit and no other."""
     return machines.without(set(cpu_units.UNITS) - {unit})
 
 
-def added(total: Any, x: Any, y: Any) -> Any:
+def added(total, x, y):
     """Return ``total + x * y``, rounded once to float32, by float64 arithmetic that is rounded to odd."""
     product, total = x.astype(np.float64) * y, total.astype(np.float64)
     found = product + total
@@ -39,7 +35,7 @@ def added(total: Any, x: Any, y: Any) -> Any:
     )
 
 
-def sums(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
+def sums(a, b, mode):
     """Return the product by the order of FP32 units: fused multiply-adds over chunks of k, the smallest parts first."""
     scheme, k = row(MathMode(mode)), a.shape[1]
     fmt = scheme.operand_format if mode in oracles.ROUNDING_MODES or scheme.parts > 1 else None
@@ -62,7 +58,7 @@ def sums(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
 
 @fp32_units
 @pytest.mark.parametrize("mode", MODES)
-def test_the_order_on_fp32_units(unit: str, mode: str, rng: np.random.Generator) -> None:
+def test_the_order_on_fp32_units(unit, mode, rng):
     with alone(unit):
         for k in (1, 2, 7, 64, 767, 768, 769, 1000, 1537):
             a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((3, k), (k, 5)))
@@ -85,7 +81,7 @@ UNUSUAL = {
 
 @fp32_units
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_few_rows_in_fp16_are_scaled_where_many_are(unit: str, kind: str) -> None:
+def test_few_rows_in_fp16_are_scaled_where_many_are(unit, kind):
     a, b = np.ones((200, 10), np.float32), np.zeros((10, 64), np.float32)
     b[:2, 5], a[:, :2] = UNUSUAL[kind]
     with alone(unit):
@@ -95,7 +91,7 @@ def test_few_rows_in_fp16_are_scaled_where_many_are(unit: str, kind: str) -> Non
 
 
 #: By name: dtypes of a and b, a format of b, and modes.
-KINDS: dict[str, tuple[Any, Any, str, list[str]]] = {
+KINDS = {
     "float32": (np.float32, np.float32, "", MODES),
     "complex64": (np.complex64, np.complex64, "", MODES),
     "bfloat16": (ml_dtypes.bfloat16, ml_dtypes.bfloat16, "", ["fp32"]),
@@ -109,7 +105,7 @@ KINDS: dict[str, tuple[Any, Any, str, list[str]]] = {
 }
 
 
-def numbers(rng: np.random.Generator, dtype: Any, *shape: int) -> Any:
+def numbers(rng, dtype, *shape):
     if dtype is np.int8:
         return rng.integers(-128, 128, shape).astype(np.int8)
     x = rng.standard_normal(shape, dtype=np.float32)
@@ -118,9 +114,7 @@ def numbers(rng: np.random.Generator, dtype: Any, *shape: int) -> Any:
 
 @cpu_units.units()
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_alone_and_in_any_batch(
-    unit: str, kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_the_same_alone_and_in_any_batch(unit, kind, rng, monkeypatch):
     if (kind == "int8") != unit.startswith("int8"):
         return
     a_dtype, b_dtype, fmt, modes = KINDS[kind]
@@ -135,7 +129,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
             monkeypatch.setattr(threads, "num_threads", lambda: 1)
             want = lowprec.matmul(a, stored, math_mode=mode)
 
-            def check(found: Any, want: Any, *words: object, mode: str = mode) -> None:
+            def check(found, want, *words, mode=mode):
                 np.testing.assert_array_equal(found, want, f"{mode}, {words}")
 
             for count in (1, 2):
@@ -162,7 +156,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
 
 
 @cpu_units.units()
-def test_a_caller_that_flushes_subnormal_numbers(unit: str) -> None:
+def test_a_caller_that_flushes_subnormal_numbers(unit):
     torch = pytest.importorskip("torch")
     if unit.startswith("int8"):
         return

@@ -1,24 +1,18 @@
 """Prepared operands: the bits of the array itself, in every mode, from the copy that the first product packed."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import numpy_products, products
 from lowprec.modes import available_modes
 from lowprec.planning import ReasonKind
-from lowprec.planning.plan import GemmPlan
 from lowprec.policy import environment
 from support import interrupts, machines, oracles
 from support.programs import in_threads
@@ -28,22 +22,22 @@ DTYPES = ("float32", "complex64", "float64", "bfloat16", "float16", "int8")
 
 
 @pytest.fixture(autouse=True, params=machines.MACHINES)
-def machine(request: pytest.FixtureRequest) -> Iterator[str]:
+def machine(request):
     with machines.on(request.param):
         yield request.param
 
 
-def numbers(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+def numbers(rng, dtype, *shape):
     return oracles.random_matrix(rng, shape, dtype)
 
 
-def same(x: Any, y: Any) -> None:
+def same(x, y):
     """Assert equality to the bit, NaN included."""
     assert (x.dtype, x.shape) == (y.dtype, y.shape)
     assert x.tobytes() == y.tobytes()
 
 
-def check(a: Any, b: Any, mode: str, **given: Any) -> lowprec.PreparedOperand:
+def check(a, b, mode, **given):
     """Assert the bits of the array itself, from the product that packs it and from the next; return it prepared."""
     prepared = lowprec.prepare(b, math_mode=mode)
     want = lowprec.matmul(a, b, math_mode=mode, **given)
@@ -52,17 +46,17 @@ def check(a: Any, b: Any, mode: str, **given: Any) -> lowprec.PreparedOperand:
     return prepared
 
 
-def view_of(prepared: lowprec.PreparedOperand) -> PreparedView:
+def view_of(prepared):
     return prepared._view
 
 
-def spoil(prepared: lowprec.PreparedOperand) -> None:
+def spoil(prepared):
     """Write NaN over the copy: later products must read the packed operand."""
     memory = view_of(prepared).owner.base
     ctypes.memset(memory.ctypes.data, 0xFF, memory.nbytes)
 
 
-def is_kept(plan: GemmPlan) -> bool:
+def is_kept(plan):
     return plan.prepared is not None and plan.prepared.kind is ReasonKind.KEPT
 
 
@@ -71,7 +65,7 @@ CASES = [(dtype, mode) for dtype in DTYPES for mode in (MODES if dtype in ("floa
 
 
 @pytest.mark.parametrize(("dtype", "mode"), CASES)
-def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) -> None:
+def test_the_bits_of_the_array(rng, dtype, mode):
     b = numbers(rng, dtype, 220, 100)
     for m in (1, 5, 150):
         a = numbers(rng, dtype, m, 220)
@@ -85,9 +79,7 @@ def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) 
 
 @pytest.mark.parametrize("mode", ["fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x9", "fp16x3"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_the_next_product_reads_the_packed_operand(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, mode: str
-) -> None:
+def test_the_next_product_reads_the_packed_operand(rng, monkeypatch, dtype, mode):
     b = numbers(rng, dtype, 170, 130)
     prepared = lowprec.prepare(b, math_mode=mode)
     first = numbers(rng, dtype, 100, 170)
@@ -120,7 +112,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "tf32", "fp16x3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(rng: np.random.Generator, layout: str, mode: str) -> None:
+def test_layouts(rng, layout, mode):
     b = LAYOUTS[layout](numbers(rng, "float32", 128, 96))
     for shape in ((128,), (3, 128), (3, 40, 128), (3, 1, 128)):
         if len(shape) == 1 and layout == "a vector":
@@ -149,9 +141,7 @@ STACKS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
 @pytest.mark.parametrize("extents", [(40, 60, 70), (70, 190, 350)], ids=["small", "large"])
 @pytest.mark.parametrize("layout", STACKS)
-def test_each_matrix_of_a_stack_is_kept_packed(
-    rng: np.random.Generator, layout: str, extents: tuple[int, int, int], dtype: str
-) -> None:
+def test_each_matrix_of_a_stack_is_kept_packed(rng, layout, extents, dtype):
     m, n, k = extents
     b = STACKS[layout](numbers(rng, dtype, k, n))
     prepared = lowprec.prepare(b, math_mode="bf16")
@@ -179,7 +169,7 @@ MATRICES = {
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", MATRICES)
-def test_a_matrix_that_meets_vectors_is_kept(rng: np.random.Generator, layout: str, mode: str) -> None:
+def test_a_matrix_that_meets_vectors_is_kept(rng, layout, mode):
     small = np.float32(1e-6)  # of float16 these are subnormal
     b = MATRICES[layout](numbers(rng, "float32", 250, 300) * small)
     prepared = lowprec.prepare(b, math_mode=mode)
@@ -196,7 +186,7 @@ def test_a_matrix_that_meets_vectors_is_kept(rng: np.random.Generator, layout: s
 
 
 @pytest.mark.parametrize("strides", oracles.STRIDES)
-def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(rng: np.random.Generator, strides: str) -> None:
+def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(rng, strides):
     """Sums that are rounded depend on the order, which follows from the strides of the matrix as it was given."""
     numbers_apart = np.ldexp(rng.standard_normal((300, 130)), rng.integers(-45, 45, (300, 1)))
     _, b = oracles.STRIDES[strides](numbers_apart.astype(np.float32))
@@ -204,7 +194,7 @@ def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(rng: np.random.
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -> None:
+def test_nan_that_needs_more_than_16_bits(rng, mode):
     a, b = numbers(rng, "float32", 1, 250), numbers(rng, "float32", 250, 300)
     b[3, 7], b[5, 8], b[9, 9] = np.nan, np.inf, -1e38
     for payload in (0x7FC00000, 0x7FC00001, 0xFFF23456):
@@ -214,7 +204,7 @@ def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -
 
 @pytest.mark.parametrize("mode", ["fp32", "fp64", "tf32", "fp16"])
 @pytest.mark.parametrize("layout", ["rows", "columns", "neither", "a vector", "a stack of one"])
-def test_small_products_keep_rows(rng: np.random.Generator, layout: str, mode: str) -> None:
+def test_small_products_keep_rows(rng, layout, mode):
     b = numbers(rng, "float32", 50, 33)
     if layout == "a vector":
         b = b[:, 0].copy()
@@ -224,7 +214,7 @@ def test_small_products_keep_rows(rng: np.random.Generator, layout: str, mode: s
         b = MATRICES[layout](b)
     prepared = lowprec.prepare(b, math_mode=mode)
     bias = numbers(rng, "float32", *b.shape[1:][-1:]) if b.ndim > 1 else None
-    given: Any = {"math_mode": mode, "alpha": 0.5, "bias": bias}
+    given = {"math_mode": mode, "alpha": 0.5, "bias": bias}
     other = {**given, "bias": None if bias is None else 2 * bias}
     # A matrix, a vector, a batch that becomes rows, and one that does not.
     for a in (
@@ -245,7 +235,7 @@ def test_small_products_keep_rows(rng: np.random.Generator, layout: str, mode: s
         same(lowprec.matmul(a, prepared, **given), want)
 
 
-def test_later_writes_to_the_array_have_no_effect(rng: np.random.Generator) -> None:
+def test_later_writes_to_the_array_have_no_effect(rng):
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     before = b.copy()
     prepared = lowprec.prepare(b, math_mode="bf16")
@@ -256,7 +246,7 @@ def test_later_writes_to_the_array_have_no_effect(rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("first", range(0, 70, 23))
 @pytest.mark.parametrize("step", [1, -1, 2])
-def test_the_copy_has_the_layout_of_the_array_and_is_read_only(rng: np.random.Generator, first: int, step: int) -> None:
+def test_the_copy_has_the_layout_of_the_array_and_is_read_only(rng, first, step):
     """The result of a BLAS may depend on the alignment of its operands."""
     b = numbers(rng, "float32", 200, 96)[first :: abs(step)][::step, 3:]
     copy = view_of(lowprec.prepare(b)).owner
@@ -266,13 +256,13 @@ def test_the_copy_has_the_layout_of_the_array_and_is_read_only(rng: np.random.Ge
     assert not copy.flags.writeable
 
 
-def test_the_mode_in_force_decides(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_in_force_decides(rng, monkeypatch):
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(b, math_mode="tf32")
     lowprec.matmul(a, prepared, math_mode="tf32")
     held = prepared.nbytes
 
-    def in_full(**given: Any) -> None:
+    def in_full(**given):
         same(lowprec.matmul(a, prepared, **given), lowprec.matmul(a, b, math_mode="fp32"))
         reason = lowprec.plan(a, prepared, **given).prepared
         assert reason is not None
@@ -299,7 +289,7 @@ def test_the_mode_in_force_decides(rng: np.random.Generator, monkeypatch: pytest
         assert lowprec.prepare(b).math_mode is lowprec.MathMode.TF32
 
 
-def test_rtol_and_emulation(rng: np.random.Generator) -> None:
+def test_rtol_and_emulation(rng):
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(b, math_mode="bf16")
     same(lowprec.matmul(a, prepared, rtol=1e-2), lowprec.matmul(a, b, rtol=1e-2))
@@ -308,7 +298,7 @@ def test_rtol_and_emulation(rng: np.random.Generator) -> None:
         same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
 
 
-def test_linear(rng: np.random.Generator) -> None:
+def test_linear(rng):
     x, weight = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 96, 128)
     prepared = lowprec.prepare(weight, math_mode="bf16x3")
     want = lowprec.linear(x, weight, weight[:, 0], activation="relu", math_mode="bf16x3")
@@ -323,7 +313,7 @@ def test_linear(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3", "fp16x3"])
 @pytest.mark.parametrize("n", [32, 96])
-def test_the_transpose_of_a_square_matrix_is_packed_separately(rng: np.random.Generator, n: int, mode: str) -> None:
+def test_the_transpose_of_a_square_matrix_is_packed_separately(rng, n, mode):
     a, b = numbers(rng, "float32", 150, n), numbers(rng, "float32", n, n)
     prepared = lowprec.prepare(b, math_mode=mode)
     for _ in range(2):
@@ -331,7 +321,7 @@ def test_the_transpose_of_a_square_matrix_is_packed_separately(rng: np.random.Ge
         same(lowprec.matmul(a, prepared.T, math_mode=mode), lowprec.matmul(a, b.T, math_mode=mode))
 
 
-def test_the_report(rng: np.random.Generator) -> None:
+def test_the_report(rng):
     prepared = lowprec.prepare(numbers(rng, "float32", 128, 96).T, math_mode="fp16x3")
     assert (prepared.shape, prepared.dtype, prepared.device) == ((96, 128), "float32", "cpu")
     assert (prepared.order, prepared.T.order, prepared.math_mode) == ("col", "row", "fp16x3")
@@ -346,10 +336,10 @@ def test_the_report(rng: np.random.Generator) -> None:
     prepared.release()
     assert prepared.packed_bytes == 0
     with pytest.raises(AttributeError, match="cannot assign"):
-        prepared._view = None  # type: ignore[misc]
+        prepared._view = None
 
 
-def test_wrong_uses(rng: np.random.Generator) -> None:
+def test_wrong_uses(rng):
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
@@ -371,12 +361,12 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     with pytest.raises(lowprec.ShapeError, match="b has no axes"):
         lowprec.prepare(np.ones(()))
     with pytest.raises(lowprec.ArrayError, match="expected an array"):
-        lowprec.prepare([[1.0]])  # type: ignore[arg-type]
+        lowprec.prepare([[1.0]])
     with pytest.raises(lowprec.ShapeError, match="has no transpose"):
         _ = lowprec.prepare(b[0]).T
 
 
-def test_pickle(rng: np.random.Generator) -> None:
+def test_pickle(rng):
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(np.asfortranarray(b), math_mode="bf16")
     want = lowprec.matmul(a, prepared, math_mode="bf16")
@@ -390,12 +380,12 @@ def test_pickle(rng: np.random.Generator) -> None:
     [("bf16x3", 64, ()), ("bf16", 64, ()), ("bf16", 64, (4,)), ("tf32", 8, ()), ("bf16", 1, ())],
     ids=["parts", "panels", "a stack", "rows", "16 bits"],
 )
-def test_first_use_in_eight_threads(rng: np.random.Generator, mode: str, m: int, batch: tuple[int, ...]) -> None:
+def test_first_use_in_eight_threads(rng, mode, m, batch):
     a, b = numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200)
     prepared = lowprec.prepare(b, math_mode=mode)
     want = lowprec.matmul(a, b, math_mode=mode)
 
-    def work(_: int) -> None:
+    def work(_):
         for _ in range(5):
             same(lowprec.matmul(a, prepared, math_mode=mode), want)
             prepared.release()
@@ -406,9 +396,7 @@ def test_first_use_in_eight_threads(rng: np.random.Generator, mode: str, m: int,
 @pytest.mark.parametrize("batch", [(), (4,)], ids=["a matrix", "a stack"])
 @pytest.mark.parametrize("m", [8, 150])
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "bf16x3", "fp16x3"])
-def test_released_in_the_middle_of_a_product(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, mode: str, m: int, batch: tuple[int, ...]
-) -> None:
+def test_released_in_the_middle_of_a_product(rng, monkeypatch, mode, m, batch):
     """As by another thread: a product holds the packed operand until it ends."""
     a, b = numbers(rng, "float32", *batch, m, 350), numbers(rng, "float32", *batch, 350, 190)
     prepared = lowprec.prepare(b, math_mode=mode)
@@ -422,7 +410,7 @@ def test_released_in_the_middle_of_a_product(
     del values, arrays
     call, multiply = products._call, numpy_products.multiply
 
-    def released(function: Any, *arguments: Any) -> Any:
+    def released(function, *arguments):
         prepared.release()
         assert all(x() is not None for x in packed)
         return function(*arguments)
@@ -433,7 +421,7 @@ def test_released_in_the_middle_of_a_product(
     assert prepared.packed_bytes == 0
 
 
-def test_its_memory_is_freed_with_it(rng: np.random.Generator) -> None:
+def test_its_memory_is_freed_with_it(rng):
     """Without the garbage collector: products keep no reference to it."""
     gc.collect()
     gc.disable()
@@ -451,12 +439,12 @@ def test_its_memory_is_freed_with_it(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "bf16x3", "tf32"])
-def test_an_interrupt_anywhere_leaves_it_usable(rng: np.random.Generator, mode: str) -> None:
+def test_an_interrupt_anywhere_leaves_it_usable(rng, mode):
     a, b = numbers(rng, "float32", 40, 64), numbers(rng, "float32", 64, 48)
     prepared = lowprec.prepare(b, math_mode=mode)
     want = lowprec.matmul(a, b, math_mode=mode)
 
-    def first() -> None:
+    def first():
         prepared.release()
         lowprec.matmul(a, prepared, math_mode=mode)
 
@@ -465,14 +453,12 @@ def test_an_interrupt_anywhere_leaves_it_usable(rng: np.random.Generator, mode: 
         same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
-def test_a_product_that_cannot_be_split_keeps_nothing(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_that_cannot_be_split_keeps_nothing(rng, monkeypatch):
     """A MemoryError is raised as it is, and the next product packs again."""
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(b, math_mode="bf16x3")
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:

@@ -1,12 +1,9 @@
 """Products of quantised arrays on the CPU, against float64 of their values under the plan's bound."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import threading
 import weakref
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +23,7 @@ BF16, E4M3, F16, F32 = (np.dtype(getattr(ml_dtypes, x, x)) for x in ("bfloat16",
 SHAPES = [(3, 5, 7), (1, 300, 400), (8, 513, 515), (33, 200, 130), (257, 129, 300), (300, 8, 400)]
 
 
-def check(a: Any, b: Any, found: Any = None, **options: Any) -> Any:
+def check(a, b, found=None, **options):
     """Compare a product with float64 of the operands' values: the bound, and three roundings for the factors."""
     c = lowprec.matmul(a, b, **options) if found is None else found
     made = lowprec.plan(a, b, **options)
@@ -37,19 +34,19 @@ def check(a: Any, b: Any, found: Any = None, **options: Any) -> Any:
     return made
 
 
-def values(b: Any) -> Any:
+def values(b):
     return b._view.quantized if isinstance(b, lowprec.PreparedOperand) else b
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("other", [BF16, F32, F16, E4M3, None], ids=str)
-def test_products_are_within_the_bound(shape: tuple[int, int, int], fmt: str, other: Any) -> None:
+def test_products_are_within_the_bound(shape, fmt, other):
     m, n, k = shape
     rng = np.random.default_rng(m + n + k)
     a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
     x = lowprec.quantize(a, fmt) if other is None else a.astype(other)
-    modes: tuple[Any, ...] = ("fp32", "bf16", "tf32", "bf16x3") if other == F32 else (None,)
+    modes = ("fp32", "bf16", "tf32", "bf16x3") if other == F32 else (None,)
     for y in (lowprec.quantize(b, fmt, axis=0), lowprec.quantize(b.T.copy(), fmt).T, lowprec.quantize(b, fmt)):
         for mode in modes:
             check(x, y, out_dtype=None if other == F16 else "float32", math_mode=mode)
@@ -61,7 +58,7 @@ def test_products_are_within_the_bound(shape: tuple[int, int, int], fmt: str, ot
     "fmt", [x for x in FORMATS if BLOCK_FORMATS[x].scales and not BLOCK_FORMATS[x].has_float_scales]
 )
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt: str, dtype: Any) -> None:
+def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt, dtype):
     """A product with the identity gives each value; bfloat16 units flush values below 2^-126 to zero."""
     row = BLOCK_FORMATS[fmt]
     per_block = row.block * row.bits // 8
@@ -94,7 +91,7 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt: str, dtype: Any) 
     assert (np.abs(c[small]) <= np.abs(want[small]) + 2.0**-134).all()
 
 
-def test_batches_vectors_epilogues_and_libraries() -> None:
+def test_batches_vectors_epilogues_and_libraries():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     rng = np.random.default_rng(3)
@@ -133,7 +130,7 @@ def test_batches_vectors_epilogues_and_libraries() -> None:
         np.testing.assert_array_equal(c.numpy(), product)
 
 
-def test_the_plan_shows_decoded_and_widened_operands() -> None:
+def test_the_plan_shows_decoded_and_widened_operands():
     rng = np.random.default_rng(4)
     a, b = rng.standard_normal((64, 256)).astype(BF16), rng.standard_normal((256, 128)).astype(np.float32)
     q = lowprec.quantize(b, "mxfp4", axis=0)
@@ -151,15 +148,15 @@ def test_the_plan_shows_decoded_and_widened_operands() -> None:
     assert made.bytes_moved == a.nbytes + 17 * b.size // 32 + 64 * 128 * 2
 
 
-def test_first_products_in_threads_and_pickles() -> None:
+def test_first_products_in_threads_and_pickles():
     rng = np.random.default_rng(5)
     a, b = rng.standard_normal((16, 512)).astype(BF16), rng.standard_normal((512, 512)).astype(np.float32)
     for fmt in FORMATS:
         want = lowprec.matmul(a, lowprec.quantize(b, fmt, axis=0))
         q = pickle.loads(pickle.dumps(lowprec.quantize(b, fmt, axis=0)))
-        results: list[Any] = [None] * 6
+        results = [None] * 6
 
-        def run(i: int, q: Any = q, results: list[Any] = results) -> None:
+        def run(i, q=q, results=results):
             results[i] = lowprec.matmul(a, q)
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
@@ -177,7 +174,7 @@ def test_first_products_in_threads_and_pickles() -> None:
         np.testing.assert_array_equal(lowprec.matmul(a, again), want)
 
 
-def test_other_arguments_refuse_quantised_arrays() -> None:
+def test_other_arguments_refuse_quantised_arrays():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp4")
     x = np.ones((32, 32), np.float32)
@@ -194,7 +191,7 @@ def test_other_arguments_refuse_quantised_arrays() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("length", [1, 5, 32, 33])
-def test_one_block_along_either_axis(fmt: str, length: int) -> None:
+def test_one_block_along_either_axis(fmt, length):
     """A single block is contiguous in both orders."""
     x = np.random.default_rng(8).standard_normal((length, 63)).astype(np.float32)
     q = lowprec.quantize(x, fmt, axis=0)
@@ -206,7 +203,7 @@ def test_one_block_along_either_axis(fmt: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_vectors(fmt: str) -> None:
+def test_vectors(fmt):
     rng = np.random.default_rng(9)
     v, a = rng.standard_normal(200).astype(np.float32), rng.standard_normal((60, 200)).astype(np.float32)
     q = lowprec.quantize(v, fmt)
@@ -218,20 +215,20 @@ def test_vectors(fmt: str) -> None:
         assert (np.abs(found - exact @ values_of_q) <= bound).all()
 
 
-def test_the_plan_shows_every_widening(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
+def test_the_plan_shows_every_widening(monkeypatch):
+    counted = []
     widened = lowprec.QuantizedArray._widened
     monkeypatch.setattr(lowprec.QuantizedArray, "_widened", lambda x: counted.append(x.format) or widened(x))
     rng = np.random.default_rng(10)
 
-    def numbers(*shape: int) -> Any:
+    def numbers(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
     a, q, c = numbers(8, 256), lowprec.quantize(numbers(256, 300), "mxfp4", axis=0), np.zeros((8, 300), np.float32)
     large, stack = numbers(2, 200, 700), lowprec.quantize(numbers(2, 700, 600), "nvfp4", axis=1)
     small, pair = numbers(3, 8, 64), lowprec.quantize(numbers(3, 64, 70), "mxfp8", axis=1)
     v = lowprec.quantize(numbers(256), "mxfp8")
-    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+    cases = [
         (a, q, {}), (a.astype(BF16), q, {}), (a, q, {"math_mode": "bf16"}), (a, q, {"math_mode": "bf16x3"}),
         (a.astype(BF16), q, {"out_dtype": "float8_e4m3fn"}), (a, q, {"math_mode": "fp16"}),
         (a, q, {"math_mode": "bf16x3", "c": c, "beta": 1.0}), (a, q, {"c": c, "beta": 1.0, "activation": "gelu"}),
@@ -246,7 +243,7 @@ def test_the_plan_shows_every_widening(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(counted) == len(copies), number
 
 
-def test_codes_are_read_in_place_and_freed() -> None:
+def test_codes_are_read_in_place_and_freed():
     rng = np.random.default_rng(11)
     a, b = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 320)).astype(np.float32)
     q = lowprec.quantize(b, "nvfp4", axis=0)
@@ -270,7 +267,7 @@ def test_codes_are_read_in_place_and_freed() -> None:
         gc.enable()
 
 
-def test_out_may_share_memory_with_codes_and_scales() -> None:
+def test_out_may_share_memory_with_codes_and_scales():
     rng = np.random.default_rng(12)
     a, b = rng.standard_normal((4, 256)).astype(np.float32), rng.standard_normal((256, 64)).astype(np.float32)
     a[1, 3] = np.inf
@@ -287,7 +284,7 @@ def test_out_may_share_memory_with_codes_and_scales() -> None:
         np.testing.assert_array_equal(lowprec.matmul(a, shared, out=out, math_mode="bf16x3"), want)
 
 
-def test_blocks_along_another_axis_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_along_another_axis_give_a_warning(monkeypatch):
     monkeypatch.setattr("lowprec.errors._given", set())
     a, q = np.ones((8, 64), BF16), lowprec.quantize(np.ones((64, 51), np.float32), "mxfp4")
     if not lowprec.plan(a, lowprec.quantize(np.ones((64, 51), np.float32), "mxfp4", axis=0)).kernel_row.decodes_b:
@@ -297,7 +294,7 @@ def test_blocks_along_another_axis_give_a_warning(monkeypatch: pytest.MonkeyPatc
         lowprec.matmul(a, q)
 
 
-def test_arguments_of_a_quantised_array_are_checked() -> None:
+def test_arguments_of_a_quantised_array_are_checked():
     q = lowprec.quantize(np.random.default_rng(13).standard_normal((40, 64)).astype(np.float32), "nvfp4")
     parts = {"codes": q.codes, "scales": q.scales, "format": "nvfp4", "shape": (40, 64), "axis": 1, "scale": q.scale}
     same = lowprec.QuantizedArray(**parts | {

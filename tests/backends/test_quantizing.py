@@ -3,12 +3,8 @@
 The reference is `narrow_twin`, exact and one number at a time; on many numbers, ml_dtypes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -41,17 +37,17 @@ RULES = [rule._replace(**measures) for rule in (*BLOCKS, *WHOLE) for measures in
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="the kernels are not compiled")
 
 
-def name_of(value: Any) -> str | None:
+def name_of(value):
     return "-".join(map(str, value)) if isinstance(value, Rule) else None
 
 
-def reference(x: Any, inner: int, rule: Rule) -> tuple[Any, Any, float]:
+def reference(x, inner, rule):
     with np.errstate(all="ignore"):
         values, scales, scale = block_codes.rounded(x, inner, rule, np)
     return values, scales, float(scale)
 
 
-def same(found: Any, want: Any) -> None:
+def same(found, want):
     """Assert the same values and scales, bit for bit; NaN has no sign."""
     for x, y in zip(found, want, strict=True):
         if x is None or y is None:
@@ -62,12 +58,12 @@ def same(found: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.signbit(x)[~np.isnan(x)], np.signbit(y)[~np.isnan(y)])
 
 
-def compiled(x: Any, inner: int, rule: Rule) -> tuple[Any, Any, float]:
+def compiled(x, inner, rule):
     values, scales, scale = quantize_view(host_view(x), inner, rule)
     return values.ndarray(), scales, scale
 
 
-def numbers(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+def numbers(kind, shape, rng):
     if kind == "normal":
         return rng.standard_normal(shape).astype(np.float32)
     if kind == "bits":  # NaN and infinities among them
@@ -81,7 +77,7 @@ def numbers(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 @needs_kernels
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_kernels_and_numpy_agree(rule: Rule, rng: np.random.Generator) -> None:
+def test_kernels_and_numpy_agree(rule, rng):
     """Any strides: the vectorised axis is that of k, that of the vectors, or none."""
     for shape in ((1, 1), (3, 5), (17, 33), (5, 1100), (1100, 5), (2, 3, 40, 70), (2, 130, 161)):
         for kind in ("normal", "bits", "scaled"):
@@ -100,7 +96,7 @@ def test_kernels_and_numpy_agree(rule: Rule, rng: np.random.Generator) -> None:
 @needs_kernels
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("rule", [BLOCKS[0], BLOCKS[-4], *WHOLE], ids=name_of)
-def test_16_bits(rule: Rule, dtype: Any, rng: np.random.Generator) -> None:
+def test_16_bits(rule, dtype, rng):
     x = rng.standard_normal((70, 90)).astype(dtype)
     x[5, 6], x[60, 1] = np.nan, -np.inf
     for layout, inner in itertools.product((x, x.T), (-1, -2)):
@@ -109,7 +105,7 @@ def test_16_bits(rule: Rule, dtype: Any, rng: np.random.Generator) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("rule", RULES[:: len(MEASURES) - 1], ids=name_of)
-def test_threads_and_batches(rule: Rule, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_batches(rule, rng, monkeypatch):
     """The counter of random numbers is the vector's position in the batch."""
     x = rng.standard_normal((3, 200, 400)).astype(np.float32)
     found = []
@@ -123,7 +119,7 @@ def test_threads_and_batches(rule: Rule, rng: np.random.Generator, monkeypatch: 
         same((flat[0].reshape(x.shape),), found[0][:1])
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_without_the_library(monkeypatch, rng):
     x = rng.standard_normal((40, 50)).astype(np.float32)
     monkeypatch.setattr(library, "library", lambda: None)
     for rule in RULES[::7]:
@@ -133,7 +129,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, rng: np.random.Gen
 
 
 @pytest.mark.parametrize("rule", [*BLOCKS, *WHOLE], ids=name_of)
-def test_arrays_without_elements(rule: Rule) -> None:
+def test_arrays_without_elements(rule):
     for shape in ((0, 5), (5, 0), (2, 0, 3)):
         for inner in (-1, -2):
             values, scales, scale = compiled(np.zeros(shape, np.float32), inner, rule)
@@ -154,7 +150,7 @@ def test_arrays_without_elements(rule: Rule) -> None:
     (Rule("e2m1", "block", (1, 16), "e4m3"), "nvfp4"),
     (Rule("e4m3", "tensor"), "fp8"),
 ], ids=name_of)  # fmt: skip
-def test_the_numbers_of_quantize(rule: Rule, name: Any, rng: np.random.Generator) -> None:
+def test_the_numbers_of_quantize(rule, name, rng):
     """Of `quantize`, whose codes `test_quantized.py` compares with the scalar twin."""
     for kind in ("normal", "bits", "scaled"):
         x = numbers(kind, (33, 200), rng)
@@ -167,7 +163,7 @@ def test_the_numbers_of_quantize(rule: Rule, name: Any, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("elements", ["e4m3", "e5m2"])
-def test_millions_of_numbers_against_ml_dtypes(elements: str, rng: np.random.Generator) -> None:
+def test_millions_of_numbers_against_ml_dtypes(elements, rng):
     """With a scale of 1 a number is rounded as by ml_dtypes, where it is within the format."""
     dtype, largest = (ml_dtypes.float8_e4m3fn, 448.0) if elements == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
     x = rng.integers(0, 1 << 32, (1000, 2048), dtype=np.uint32).view(np.float32)
@@ -180,7 +176,7 @@ def test_millions_of_numbers_against_ml_dtypes(elements: str, rng: np.random.Gen
         same((found,), (x.astype(dtype),))
 
 
-def test_int8_rounds_to_even_and_is_symmetric(rng: np.random.Generator) -> None:
+def test_int8_rounds_to_even_and_is_symmetric(rng):
     x = np.concatenate((np.arange(-127, 127.5, 0.5), np.nextafter(np.arange(0.5, 127), 0))).astype(np.float32)[None]
     found, scales, _ = compiled(x, -1, Rule("int8", "vector"))
     assert scales[0] == 1
@@ -199,19 +195,19 @@ def test_int8_rounds_to_even_and_is_symmetric(rng: np.random.Generator) -> None:
 # -- random numbers --------------------------------------------------------------------------------
 
 
-def words(counter: int, seed: int) -> list[int]:
+def words(counter, seed):
     signed = [np.full(1, word, np.uint32).view(np.int32) for word in (counter,) * 4]
     return [int(x[0]) & 0xFFFFFFFF for x in block_codes.philox(tuple(signed), seed)]
 
 
-def test_philox_has_the_published_values() -> None:
+def test_philox_has_the_published_values():
     """The known answers of the authors' library, Random123, for philox4x32 with 10 rounds."""
     assert words(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert words(0xFFFFFFFF, 2**64 - 1) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if r.rounding == "stochastic" and not r.hadamard], ids=name_of)
-def test_stochastic_rounding_is_unbiased(rule: Rule) -> None:
+def test_stochastic_rounding_is_unbiased(rule):
     """The mean of many roundings is the number: for numbers between the same two neighbours.
 
     A result is one of two neighbours at a distance of `step`, with a variance of at most step^2 / 4. The mean of n
@@ -239,7 +235,7 @@ def test_stochastic_rounding_is_unbiased(rule: Rule) -> None:
     assert ((high - low) > 0).sum() > 100
 
 
-def test_streams_and_seeds_differ(rng: np.random.Generator) -> None:
+def test_streams_and_seeds_differ(rng):
     x = rng.standard_normal((64, 256)).astype(np.float32)
     base = Rule("e2m1", "block", (1, 32), "floor", "stochastic", 1, 1)
     found = [compiled(x, -1, r)[0] for r in (base, base._replace(seed=2), base._replace(stream=2),
@@ -259,7 +255,7 @@ def test_streams_and_seeds_differ(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("k", [16, 48, 40, 15, 100])
-def test_hadamard_products_are_plain_ones(k: int, rng: np.random.Generator) -> None:
+def test_hadamard_products_are_plain_ones(k, rng):
     """Sums of small integers, quarters and sixteenths are exact, and the transform is orthogonal."""
     a, b = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((20, k), (k, 30)))
     turned = [block_codes._transformed(x[None], 77, np)[0] for x in (a, b.T)]
@@ -276,7 +272,7 @@ def test_hadamard_products_are_plain_ones(k: int, rng: np.random.Generator) -> N
     np.testing.assert_array_equal(left @ right, x @ y)
 
 
-def test_the_transform_flattens_outliers(rng: np.random.Generator) -> None:
+def test_the_transform_flattens_outliers(rng):
     x = rng.standard_normal((64, 256)).astype(np.float32)
     x[:, ::16] *= 50
     rule = Rule("e2m1", "block", (1, 16), "floor")
@@ -288,13 +284,13 @@ def test_the_transform_flattens_outliers(rng: np.random.Generator) -> None:
 # -- other libraries -------------------------------------------------------------------------------
 
 
-def in_torch(x: Any, inner: int, rule: Rule) -> Iterator[Any]:
+def in_torch(x, inner, rule):
     torch = pytest.importorskip("torch")
     for part in block_codes.rounded(torch.from_numpy(x.copy()), inner, rule, torch):
         yield None if part is None else part.to(torch.float32).numpy()
 
 
-def in_jax(x: Any, inner: int, rule: Rule) -> Iterator[Any]:
+def in_jax(x, inner, rule):
     jax = pytest.importorskip("jax")
     rounded = jax.jit(lambda y: block_codes.rounded(y, inner, rule, jax.numpy))
     for part in rounded(jax.numpy.asarray(x)):
@@ -303,7 +299,7 @@ def in_jax(x: Any, inner: int, rule: Rule) -> Iterator[Any]:
 
 @pytest.mark.parametrize("twin", [in_torch, in_jax])
 @pytest.mark.parametrize("rule", RULES[:: len(MEASURES) + 1], ids=name_of)
-def test_other_libraries_give_the_same_bits(rule: Rule, twin: Any, rng: np.random.Generator) -> None:
+def test_other_libraries_give_the_same_bits(rule, twin, rng):
     """PyTorch, and JAX in a compiled function; of float32 numbers that are not subnormal, which XLA flushes."""
     for shape, inner in (((19, 150), -1), ((2, 3, 40, 33), -2)):
         x = numbers("normal", shape, rng)

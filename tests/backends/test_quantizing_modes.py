@@ -1,9 +1,5 @@
 """Products of the modes that quantise: equal to products of the rounded numbers, for every layout and epilogue."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ _ELEMENTS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m
 OF_TENSOR = ("fp8", "nvfp4")
 
 
-def to_elements(x: np.ndarray, elements: str) -> np.ndarray:
+def to_elements(x, elements):
     """Round float32 numbers to nearest, clipped to the largest element."""
     if elements == "int8":
         return np.rint(np.clip(x, -127, 127))
@@ -29,7 +25,7 @@ def to_elements(x: np.ndarray, elements: str) -> np.ndarray:
     return np.clip(x, -largest, largest).astype(dtype).astype(np.float64)
 
 
-def rounded(x: np.ndarray, rule: recipes.Rule) -> np.ndarray:
+def rounded(x, rule):
     """Return the numbers of an operand of finite numbers, k last, that a rule rounds, in float64."""
     x = x.astype(np.float32)
     largest = rule.number_format.largest if rule.number_format else 127.0
@@ -63,21 +59,21 @@ def rounded(x: np.ndarray, rule: recipes.Rule) -> np.ndarray:
     return values.reshape(padded.shape)[..., : flat.shape[-2], :k].reshape(x.shape)
 
 
-def operands(a: np.ndarray, b: np.ndarray, mode: Any) -> tuple[np.ndarray, np.ndarray]:
+def operands(a, b, mode):
     """Return the numbers that a mode multiplies, in float64."""
     rules = recipes.FORMATS[mode] if isinstance(mode, str) else mode.rules
     inner = -2 if b.ndim > 1 else -1
     return rounded(a, rules[0]), np.moveaxis(rounded(np.moveaxis(b, inner, -1), rules[1]), -1, inner)
 
 
-def close(found: np.ndarray, exact: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
+def close(found, exact, a, b):
     """Whether a product is within FP32's bound, k 2^-23 |a| |b| for each element."""
     k = a.shape[-1]
     sizes = np.matmul(np.abs(a), np.abs(b))
     return bool((np.abs(found.astype(float) - exact) <= (k + 8) * 2.0**-23 * (sizes + 3)).all())
 
 
-def _stored(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+def _stored(rng, x):
     """Return an array with the same numbers or some of them, in another layout."""
     kind = rng.integers(5)
     if kind == 1 and x.ndim > 1:
@@ -90,7 +86,7 @@ def _stored(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_products_are_those_of_the_rounded_numbers(mode: str) -> None:
+def test_products_are_those_of_the_rounded_numbers(mode):
     rng = np.random.default_rng(7)
     for _ in range(150):
         k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
@@ -101,7 +97,7 @@ def test_products_are_those_of_the_rounded_numbers(mode: str) -> None:
         b = _stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
         x, y = operands(a, b, mode)
         exact = np.matmul(x, y)
-        given: dict[str, Any] = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
+        given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
         exact *= given["alpha"]
         if rng.random() < 0.4:
             given |= {"c": rng.standard_normal(exact.shape).astype(np.float32), "beta": 0.5}
@@ -120,7 +116,7 @@ def test_products_are_those_of_the_rounded_numbers(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_result_has_the_operands_type_and_may_be_written_to_out(mode: str, dtype: str) -> None:
+def test_the_result_has_the_operands_type_and_may_be_written_to_out(mode, dtype):
     rng = np.random.default_rng(1)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (rng.standard_normal(s).astype(kind) for s in ((9, 70), (70, 5)))
@@ -138,7 +134,7 @@ def test_the_result_has_the_operands_type_and_may_be_written_to_out(mode: str, d
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_errors_are_within_the_bounds_of_the_plan(mode: str) -> None:
+def test_errors_are_within_the_bounds_of_the_plan(mode):
     rng = np.random.default_rng(2)
     for k in (1, 16, 500, 2048):
         for scale in (0, 4):  # factors over many binades, too
@@ -154,7 +150,7 @@ def test_errors_are_within_the_bounds_of_the_plan(mode: str) -> None:
             assert plan.bound.relative <= 2, "of use"
 
 
-def test_a_number_that_the_floor_rule_clips_reaches_its_bound() -> None:
+def test_a_number_that_the_floor_rule_clips_reaches_its_bound():
     a, b = np.full((1, 32), np.float32(511.99), np.float32), np.ones((32, 1), np.float32)
     modes = {rule: Recipe("mxfp8", scale_rule=rule) for rule in ("floor", "rceil")}
     found = {rule: lowprec.matmul(a, b, math_mode=mode)[0, 0] for rule, mode in modes.items()}
@@ -165,7 +161,7 @@ def test_a_number_that_the_floor_rule_clips_reaches_its_bound() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_depends_on_itself_and_b_alone(mode: str) -> None:
+def test_a_row_depends_on_itself_and_b_alone(mode):
     rng = np.random.default_rng(3)
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((40, 300), (300, 50)))
     whole, rows = lowprec.matmul(a, b, math_mode=mode), lowprec.matmul(a[3:7], b, math_mode=mode)
@@ -174,7 +170,7 @@ def test_a_row_depends_on_itself_and_b_alone(mode: str) -> None:
     assert np.allclose(whole[3:7], rows, atol=1e-4) is (mode not in OF_TENSOR)
 
 
-def test_long_sums_of_integers_do_not_overflow() -> None:
+def test_long_sums_of_integers_do_not_overflow():
     k = 3 * 2**17
     a, b = np.ones((1, k), np.float32), np.ones((k, 2), np.float32)
     assert np.allclose(lowprec.matmul(a, b, math_mode="int8"), k, rtol=1e-6)
@@ -182,7 +178,7 @@ def test_long_sums_of_integers_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, Recipe("mxfp8", scale_rule="rceil")])
-def test_a_prepared_operand_is_rounded_once(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_operand_is_rounded_once(mode, monkeypatch):
     from lowprec.backends.cpu import quantized_products
 
     rng = np.random.default_rng(4)
@@ -201,7 +197,7 @@ def test_a_prepared_operand_is_rounded_once(mode: Any, monkeypatch: pytest.Monke
     assert "keeps its packed b" in str(lowprec.plan(a, prepared, math_mode=mode).prepared)
 
 
-def test_a_stored_operand_is_not_rounded_again() -> None:
+def test_a_stored_operand_is_not_rounded_again():
     rng = np.random.default_rng(5)
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((20, 200), (200, 30)))
     for name in ("mxfp8", "mxfp4", "nvfp4", "fp8"):
@@ -219,7 +215,7 @@ def test_a_stored_operand_is_not_rounded_again() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_types_on_which_a_mode_does_not_act(mode: str) -> None:
+def test_types_on_which_a_mode_does_not_act(mode):
     for dtype in ("complex64", "float64"):
         a = np.eye(3, dtype=dtype) / 3
         plan = lowprec.plan(a, a, math_mode=mode)
@@ -230,7 +226,7 @@ def test_types_on_which_a_mode_does_not_act(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_finite_number_becomes_infinite(mode: str) -> None:
+def test_no_finite_number_becomes_infinite(mode):
     a = np.array([[3e38, 1e-30], [-3e38, 0.0]], np.float32)
     found = lowprec.matmul(a, np.eye(2, dtype=np.float32) * np.float32(0.5), math_mode=mode)
     assert np.isfinite(found).all()
@@ -238,27 +234,27 @@ def test_no_finite_number_becomes_infinite(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_guard_forces_fp32(mode: str) -> None:
+def test_a_guard_forces_fp32(mode):
     a = np.random.default_rng(6).standard_normal((8, 8), dtype=np.float32)
     with lowprec.fp32_guard():
         assert np.array_equal(lowprec.matmul(a, a, math_mode=mode), lowprec.matmul(a, a))
     assert not np.array_equal(lowprec.matmul(a, a, math_mode=mode), lowprec.matmul(a, a))
 
 
-def test_k_chunk_is_refused_where_k_is_summed_in_pieces() -> None:
+def test_k_chunk_is_refused_where_k_is_summed_in_pieces():
     a = np.ones((2, 300), np.float32)
     with pytest.raises(lowprec.UnsupportedError, match="fp8_blocks sums k in pieces of 128; omit k_chunk="):
         lowprec.matmul(a, a.T, math_mode="fp8_blocks", k_chunk=64)
     assert np.allclose(lowprec.matmul(a, a.T, math_mode="mxfp8", k_chunk=64), 300)
 
 
-def test_a_gpu_has_a_way_out() -> None:
+def test_a_gpu_has_a_way_out():
     a = lowprec.ShapeDtype((64, 64), "float32")
     with pytest.raises(lowprec.UnsupportedError, match=r"host memory only.*lowprec.quantize\(x, 'mxfp8'\)"):
         lowprec.plan(a, a, math_mode="mxfp8", device="h100")
 
 
-def test_rtol_may_choose_integers_by_the_probable_bound() -> None:
+def test_rtol_may_choose_integers_by_the_probable_bound():
     a = np.random.default_rng(8).standard_normal((256, 1024), dtype=np.float32)
     able = lowprec.plan(a, a.T, rtol=0.05, bound="probable")
     costs = {x.mode: x.cost for x in able.candidates}
@@ -269,7 +265,7 @@ def test_rtol_may_choose_integers_by_the_probable_bound() -> None:
     assert bound.probable < 0.05
 
 
-def test_memory_of_rounded_operands_is_kept_and_released() -> None:
+def test_memory_of_rounded_operands_is_kept_and_released():
     from lowprec.backends.cpu import workspaces
 
     a = np.random.default_rng(9).standard_normal((400, 400), dtype=np.float32)
@@ -284,7 +280,7 @@ def test_memory_of_rounded_operands_is_kept_and_released() -> None:
 @pytest.mark.parametrize(
     "mode", ["fp8", "fp8_rows", "fp8_blocks", "nvfp4", "int8", lowprec.Recipe(("fp8", "fp8_rows"))]
 )
-def test_a_sum_of_zero_with_large_scales_is_zero(mode: str) -> None:
+def test_a_sum_of_zero_with_large_scales_is_zero(mode):
     for large in (3e19, 1e30, 3e38):
         a, b = np.array([[3e38, 0]], np.float32), np.array([[0], [large]], np.float32)
         assert lowprec.matmul(a, b, math_mode=mode) == 0
@@ -296,7 +292,7 @@ def test_a_sum_of_zero_with_large_scales_is_zero(mode: str) -> None:
         assert np.isposinf(lowprec.matmul(a, abs(b), math_mode=mode)[0]).all()
 
 
-def test_small_results_with_large_scales() -> None:
+def test_small_results_with_large_scales():
     """The product of the scales is 2^132, beyond float32's range, and results are not."""
     a = np.array([[2.0**100, 0], [0, 2.0**86]], np.float32)
     b = np.array([[0, 2.0**50], [2.0**36, 2.0**36]], np.float32)
@@ -304,7 +300,7 @@ def test_small_results_with_large_scales() -> None:
     np.testing.assert_allclose(lowprec.matmul(a, b, math_mode="fp8"), want, rtol=1e-6)
 
 
-def test_integers_times_a_stored_operand() -> None:
+def test_integers_times_a_stored_operand():
     rng = np.random.default_rng(8)
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((6, 64), (64, 16)))
     stored = lowprec.quantize(b, "mxfp8", axis=0)
@@ -313,7 +309,7 @@ def test_integers_times_a_stored_operand() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 300), (3, 5, 300)])
-def test_int8_has_the_same_bits_by_numpy(shape: tuple[int, ...]) -> None:
+def test_int8_has_the_same_bits_by_numpy(shape):
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal(shape, np.float32), rng.standard_normal((300, 40), np.float32)
     expected = lowprec.matmul(a, b, math_mode="int8")

@@ -1,7 +1,5 @@
 """Modes that recover FP32 on the CPU: exact splits, errors within the plan's bound, NaN and Inf as in FP32."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np
@@ -23,7 +21,7 @@ ARCHITECTURES = [str(architecture) for architecture in Architecture]
 TOP, LEAST = np.float32(3.4028235e38), np.float32(2.0**-149)
 
 
-def split(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+def split(mode, x, scaled_over=None):
     """Return the parts of an array, and the exponents of its rows."""
     found = row(mode)
     matrix = np.atleast_2d(x)

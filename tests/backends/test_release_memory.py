@@ -1,9 +1,5 @@
 """Memory that is kept for later products: given back on demand, and where there is too little."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,12 +13,12 @@ A = np.arange(6, dtype=np.float32).reshape(2, 3)
 needs_library = pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
 
 
-def kept_bytes() -> int:
+def kept_bytes():
     return library.functions().kept_bytes()
 
 
 @pytest.fixture
-def kept() -> None:
+def kept():
     """Memory of products of this thread and of another is kept."""
     assert backend  # only backends that are loaded give memory back
     lowprec.release_memory()
@@ -33,13 +29,13 @@ def kept() -> None:
 
 @needs_library
 @pytest.mark.usefixtures("kept")
-def test_memory_of_all_threads_is_given_back() -> None:
+def test_memory_of_all_threads_is_given_back():
     lowprec.release_memory()
     assert kept_bytes() == 0
 
 
 @needs_library
-def test_kept_memory_is_bounded() -> None:
+def test_kept_memory_is_bounded():
     a = np.ones((3000, 3000), np.float32)
     in_threads(4, lambda i: lowprec.matmul(a[: 500 * (i + 1)], a))
     assert kept_bytes() <= 512 << 20
@@ -53,10 +49,10 @@ class OutOfMemoryError(RuntimeError):
 @needs_library
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("error", [MemoryError, OutOfMemoryError])
-def test_a_result_is_allocated_at_the_second_try(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+def test_a_result_is_allocated_at_the_second_try(monkeypatch, error):
     allocate = type(NUMPY).allocate
 
-    def where_nothing_is_kept(self: Any, *arguments: Any) -> Any:
+    def where_nothing_is_kept(self, *arguments):
         if kept_bytes():
             raise error("full")
         return allocate(self, *arguments)
@@ -66,10 +62,10 @@ def test_a_result_is_allocated_at_the_second_try(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
-def test_other_errors_and_a_second_one_are_reported(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+def test_other_errors_and_a_second_one_are_reported(monkeypatch, error):
     tries = []
 
-    def refuse(self: Any, *_: Any) -> Any:
+    def refuse(self, *_):
         tries.append(self)
         raise error("full")
 

@@ -1,9 +1,5 @@
 """Rounding to the formats of the modes, bit by bit: scalar oracle, fast twin and ml_dtypes against each other."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -20,22 +16,22 @@ modes = pytest.mark.parametrize("mode", FORMATS)
 machine = fixture(*MACHINES)
 
 
-def rounded(x: np.ndarray, mode: str) -> np.ndarray:
+def rounded(x, mode):
     return round_to_format(x, FORMATS[mode])
 
 
-def rounded_one_by_one(x: np.ndarray, mode: str) -> np.ndarray:
+def rounded_one_by_one(x, mode):
     to, away = FORMATS[mode], mode == "tf32"
     found = [round_scalar(float(v), to, ties_away=away) for v in x]
     # Past the largest number of the format but representable in float64: the oracle made it an infinity already.
     return np.array(found, np.float64).astype(np.float32)
 
 
-def bits(x: np.ndarray) -> np.ndarray:
+def bits(x):
     return np.ascontiguousarray(x).view(np.uint32)
 
 
-def assert_same_bits(got: np.ndarray, want: np.ndarray, source: np.ndarray) -> None:
+def assert_same_bits(got, want, source):
     """Compare bits, signs of zeros included; a NaN must be a NaN, whatever its payload."""
     differ = (bits(got) != bits(want)) & ~(np.isnan(got) & np.isnan(want))
     if differ.any():
@@ -46,7 +42,7 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray, source: np.ndarray) -> N
         )
 
 
-def sample(rng: np.random.Generator, per_exponent: int) -> np.ndarray:
+def sample(rng, per_exponent):
     """Return every exponent, both signs, ties, the edges of each format, infinities, NaNs of many payloads, zeros."""
     edges = [2.0**-149, 2.0**-137, 2.0**-136, 2.0**-134, 2.0**-133, 2.0**-126]
     for to in FORMATS.values():
@@ -70,20 +66,20 @@ def sample(rng: np.random.Generator, per_exponent: int) -> np.ndarray:
 
 
 @modes
-def test_twin_agrees_with_the_oracle(mode: str, rng: np.random.Generator) -> None:
+def test_twin_agrees_with_the_oracle(mode, rng):
     x = sample(rng, 40)
     assert_same_bits(rounded(x, mode), rounded_one_by_one(x, mode), x)
 
 
 @modes
-def test_twin_agrees_with_an_independent_rounding(mode: str, rng: np.random.Generator) -> None:
+def test_twin_agrees_with_an_independent_rounding(mode, rng):
     x = sample(rng, 4000)
     assert x.size > 1_000_000
     assert_same_bits(rounded(x, mode), oracles.round_to(x, mode), x)
 
 
 @pytest.mark.parametrize("mode", EXACT_TYPES)
-def test_every_16_bit_pattern_is_kept(mode: str) -> None:
+def test_every_16_bit_pattern_is_kept(mode):
     with np.errstate(invalid="ignore"):  # as AArch64 says of a signalling NaN
         x = np.arange(1 << 16, dtype=np.uint16).view(EXACT_TYPES[mode]).astype(np.float32)
     assert_same_bits(rounded(x, mode), x, x)
@@ -91,7 +87,7 @@ def test_every_16_bit_pattern_is_kept(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", EXACT_TYPES)
-def test_every_midpoint_of_16_bit_neighbours_goes_to_even(mode: str) -> None:
+def test_every_midpoint_of_16_bit_neighbours_goes_to_even(mode):
     positive = np.arange((1 << 15) - 1, dtype=np.uint16)
     low = oracles.widen(positive.view(EXACT_TYPES[mode]))
     high = oracles.widen((positive + np.uint16(1)).view(EXACT_TYPES[mode]))
@@ -108,7 +104,7 @@ def test_every_midpoint_of_16_bit_neighbours_goes_to_even(mode: str) -> None:
 
 @modes
 @pytest.mark.parametrize("size", [0, 1, 3, 65_535, 65_536, 65_537, 524_288, 600_001])
-def test_every_size_of_block_is_whole(mode: str, size: int, rng: np.random.Generator) -> None:
+def test_every_size_of_block_is_whole(mode, size, rng):
     x = rng.standard_normal(size, dtype=np.float32)
     x[size // 2 : size // 2 + 1] = np.nan
     assert_same_bits(rounded(x, mode), oracles.round_to(x, mode), x)
@@ -116,7 +112,7 @@ def test_every_size_of_block_is_whole(mode: str, size: int, rng: np.random.Gener
 
 @modes
 @pytest.mark.parametrize("dtype", [np.float16, oracles.bfloat16], ids=["float16", "bfloat16"])
-def test_stored_numbers_that_a_format_does_not_hold_are_rounded(mode: str, dtype: Any, machine: str) -> None:
+def test_stored_numbers_that_a_format_does_not_hold_are_rounded(mode, dtype, machine):
     """In a product with float32; bfloat16 reaches beyond float16, which is the finer one."""
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)[:, None]
     with np.errstate(invalid="ignore"):

@@ -1,10 +1,6 @@
 """Mode ``fp16`` on the CPU: rows and columns scaled by powers of two, alike on every kernel path."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,19 +15,19 @@ from support.machines import MACHINES, fixture
 SHAPES = {"small": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}
 
 
-def special(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+def special(rng, shape):
     x = rng.standard_normal(shape)
     x[..., 0, 0], x[..., -1, 0], x[..., 0, -1] = 1e-45, np.inf, np.nan
     return x
 
 
-def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+def zeros(rng, shape):
     x = rng.standard_normal(shape) * 1e25
     x[..., 0, :] = x[..., 0] = 0
     return x
 
 
-KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
+KINDS = {
     "near": lambda rng, shape: rng.standard_normal(shape),
     "tall": lambda rng, shape: rng.standard_normal(shape) * 1e30,
     "small": lambda rng, shape: rng.standard_normal(shape) * 1e-30,
@@ -48,7 +44,7 @@ machine = fixture(*MACHINES)
 
 @pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_of_any_size(kinds: tuple[str, str], shape: str, machine: str, rng: np.random.Generator) -> None:
+def test_products_of_any_size(kinds, shape, machine, rng):
     m, k, n = SHAPES[shape]
     a, b = (KINDS[x](rng, s).astype(np.float32) for x, s in zip(kinds, ((m, k), (k, n)), strict=True))
     for left, right in itertools.product((a, np.asfortranarray(a)), (b, b[::-1][::-1, ::-1][:, ::-1])):
@@ -57,9 +53,7 @@ def test_products_of_any_size(kinds: tuple[str, str], shape: str, machine: str, 
 
 @pytest.mark.parametrize("kinds", [("spread", "near"), ("near", "tall")], ids="-".join)
 @pytest.mark.parametrize("dtype", ["complex64", "float16", "bfloat16"])
-def test_other_operands_with_float32(
-    kinds: tuple[str, str], dtype: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_other_operands_with_float32(kinds, dtype, machine, rng):
     """A float16 operand is what it is; a bfloat16 one is scaled, since float16 has not its range."""
     a, b = (KINDS[x](rng, s) for x, s in zip(kinds, ((19, 23), (23, 18)), strict=True))
     a, b = a.astype(np.float32), b.astype(np.float32)
@@ -81,16 +75,14 @@ def test_other_operands_with_float32(
 
 
 @pytest.mark.parametrize("shape", [(7, 9, 8), (60, 70, 50)], ids=str)
-def test_batches_prepared_operands_and_epilogues(
-    shape: tuple[int, int, int], machine: str, rng: np.random.Generator
-) -> None:
+def test_batches_prepared_operands_and_epilogues(shape, machine, rng):
     m, k, n = shape
     a, b = near(rng, (5, m, k)).astype(np.float32), near(rng, (k, n)).astype(np.float32)
     a[1], a[3, 2:4] = spread(rng, (m, k)), small(rng, (2, k))
     b[:, 1::2] *= np.float32(1e15)
     c, bias = near(rng, (5, m, n)).astype(np.float32), near(rng, (n,)).astype(np.float32)
     then = oracles.Epilogue(alpha=0.5, beta=-2.0, c=c, bias=bias, activation="relu")
-    words: dict[str, Any] = {"alpha": 0.5, "beta": -2.0, "c": c, "bias": bias, "activation": "relu"}
+    words = {"alpha": 0.5, "beta": -2.0, "c": c, "bias": bias, "activation": "relu"}
     every = np.broadcast_to(b, (5, k, n))
     for right in (b, lowprec.prepare(b, math_mode="fp16"), every, every[:, ::-1].copy()[:, ::-1]):
         for _ in range(2):
@@ -101,9 +93,7 @@ def test_batches_prepared_operands_and_epilogues(
 
 
 @pytest.mark.parametrize("sides", [*itertools.product((False, True), repeat=2)], ids=str)
-def test_products_of_a_batch_are_scaled_one_by_one(
-    sides: tuple[bool, bool], machine: str, rng: np.random.Generator
-) -> None:
+def test_products_of_a_batch_are_scaled_one_by_one(sides, machine, rng):
     a, b = near(rng, (6, 60, 70)).astype(np.float32), near(rng, (6, 70, 50)).astype(np.float32)
     # Scaling by the first element makes the others subnormal in float16, and b leaves out the first.
     a[1] *= np.float32(2.0**-12)
@@ -119,7 +109,7 @@ def test_products_of_a_batch_are_scaled_one_by_one(
         oracles.assert_close(one, want, allowed + oracles.storage_bound(want, "float32"))
 
 
-def test_tensor_cores_are_given_scaled_numbers(rng: np.random.Generator) -> None:
+def test_tensor_cores_are_given_scaled_numbers(rng):
     """Their arithmetic treats float16's subnormal numbers in its own way, so that factors matter."""
     from lowprec.emulation import mma
 

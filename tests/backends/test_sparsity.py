@@ -1,12 +1,8 @@
 """2:4 sparse prepared operands: the check, pruning, and products equal to those of the pruned array."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,23 +15,22 @@ from support import oracles
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 NUMPY = {name: getattr(ml_dtypes, name) for name in ("bfloat16", "float8_e4m3fn")}
-Array = np.ndarray[Any, Any]
 
 
-def numbers(rng: np.random.Generator, dtype: str, *shape: int) -> Array:
+def numbers(rng, dtype, *shape):
     """Return few different magnitudes, so that groups have ties and zeros."""
     x = rng.integers(-3, 4, shape).astype(np.float32)
     return x.astype(NUMPY.get(dtype, dtype))
 
 
-def kept(group: list[float]) -> list[bool]:
+def kept(group):
     """Return which of up to 4 numbers stay: the two largest, NaN before all, the lower index of equal ones."""
     rank = {i: math.inf if math.isnan(x) else abs(x) for i, x in enumerate(group)}
     order = sorted(rank, key=lambda i: (not math.isnan(group[i]), -rank[i], i))
     return [i in order[:2] for i in range(len(group))]
 
 
-def pruned(b: Array) -> Array:
+def pruned(b):
     """Prune element by element; zeros keep their sign."""
     out = np.array(b, order="K")
     for index in np.ndindex(*b.shape[:-2], b.shape[-1]):
@@ -48,23 +43,23 @@ def pruned(b: Array) -> Array:
     return out
 
 
-def elements(prepared: lowprec.PreparedOperand) -> Array:
+def elements(prepared):
     return prepared._view.ndarray()
 
 
-def random(rng: np.random.Generator, dtype: str, *shape: int) -> Array:
+def random(rng, dtype, *shape):
     if dtype.startswith("float8"):
         return rng.standard_normal(shape).astype(np.float32).astype(NUMPY[dtype])
     return oracles.random_matrix(rng, shape, dtype)
 
 
-def same(x: Any, y: Any) -> None:
+def same(x, y):
     """Assert equality to the bit."""
     assert (x.dtype, x.shape) == (y.dtype, y.shape)
     assert x.tobytes() == y.tobytes()
 
 
-LAYOUTS: dict[str, Callable[[Array], Array]] = {
+LAYOUTS = {
     "rows": lambda b: b,
     "columns": np.asfortranarray,
     "every second": lambda b: np.repeat(np.repeat(b, 2, 0), 2, 1)[::2, ::2],
@@ -80,7 +75,7 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 3, 4, 22, 64])
-def test_pruning(rng: np.random.Generator, dtype: str, layout: str, k: int) -> None:
+def test_pruning(rng, dtype, layout, k):
     b = LAYOUTS[layout](numbers(rng, dtype, k, 12))
     before = b.copy()
     prepared = lowprec.prepare(b, sparsity="2:4", prune=True)
@@ -94,14 +89,14 @@ def test_pruning(rng: np.random.Generator, dtype: str, layout: str, k: int) -> N
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float8_e5m2"])
-def test_magnitudes(dtype: str) -> None:
+def test_magnitudes(dtype):
     """All groups of special numbers: NaN of both signs, Inf, the smallest subnormal, zeros, and -128."""
     from lowprec.arrays import sparsity
     from lowprec.arrays.view import NUMPY_DTYPES
 
     found = dtype_from_name(dtype)
     if dtype == "int8":
-        special: list[float] = [-128, 127, -1, 0]
+        special = [-128, 127, -1, 0]
     else:
         assert found.format is not None
         largest = [math.inf] if found.format.has_infinity else [found.format.largest]
@@ -114,7 +109,7 @@ def test_magnitudes(dtype: str) -> None:
     same(sparsity.pruned(result, found), result)
 
 
-def test_nan_payloads_are_equal() -> None:
+def test_nan_payloads_are_equal():
     b = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0x3F800000], np.uint32).view(np.float32)[:, None]
     got = elements(lowprec.prepare(b, sparsity="2:4", prune=True))
     assert got.view(np.uint32)[:, 0].tolist() == [0x7FC00000, 0x7FFFFFFF, 0, 0]
@@ -123,7 +118,7 @@ def test_nan_payloads_are_equal() -> None:
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16x3"])
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x not in ("no rows", "one row repeated")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_those_of_the_pruned_array(rng: np.random.Generator, dtype: str, layout: str, mode: str) -> None:
+def test_products_are_those_of_the_pruned_array(rng, dtype, layout, mode):
     b = LAYOUTS[layout](random(rng, dtype, 70, 36))
     prepared = lowprec.prepare(b, sparsity="2:4", prune=True, math_mode=mode)
     # An array of the same strides, because the order of a sum may depend on these.
@@ -140,7 +135,7 @@ def test_products_are_those_of_the_pruned_array(rng: np.random.Generator, dtype:
         assert lowprec.plan(a, lowprec.prepare(b, math_mode=mode), math_mode=mode).sparsity is None
 
 
-def test_predictions() -> None:
+def test_predictions():
     a, b = np.ones((16, 64), ml_dtypes.bfloat16), np.zeros((64, 32), ml_dtypes.bfloat16)
     prepared = lowprec.prepare(b, sparsity="2:4")
     for device, kind in (("h100", ReasonKind.SPARSE), ("v100", ReasonKind.DENSE_PRODUCT)):
@@ -151,7 +146,7 @@ def test_predictions() -> None:
     assert "2:4: cuSPARSELt multiplies at most half of b, which takes 0.5625 of its bytes in addition" in text
 
 
-def test_products_against_float64(rng: np.random.Generator) -> None:
+def test_products_against_float64(rng):
     a, b = (oracles.random_matrix(rng, shape, "float32") for shape in ((40, 130), (130, 50)))
     prepared = lowprec.prepare(b, sparsity="2:4", prune=True)
     want = a.astype(np.float64) @ pruned(b).astype(np.float64)
@@ -159,7 +154,7 @@ def test_products_against_float64(rng: np.random.Generator) -> None:
     assert np.linalg.norm(lowprec.matmul(a, prepared) - want) <= bound
 
 
-def test_violations() -> None:
+def test_violations():
     b = np.zeros((2, 10, 3), np.float32)
     b[0, [0, 3], 0] = 1
     b[1, [4, 6], 2] = 1
@@ -180,10 +175,10 @@ def test_violations() -> None:
         lowprec.prepare(wide, sparsity="2:4")
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     b = np.zeros((8, 8), np.float32)
     with pytest.raises(lowprec.SparsityError, match="sparsity '2;4' is not supported; choose '2:4' or None"):
-        lowprec.prepare(b, sparsity="2;4")  # type: ignore[arg-type]
+        lowprec.prepare(b, sparsity="2;4")
     with pytest.raises(ValueError, match='prune=True needs sparsity=; pass sparsity="2:4"'):
         lowprec.prepare(b, prune=True)
     for dtype in (np.float64, np.complex64, np.complex128):
@@ -197,7 +192,7 @@ def test_wrong_arguments() -> None:
         lowprec.prepare(b[0], sparsity="2:4")
 
 
-def test_the_transpose_is_dense_and_its_transpose_sparse(rng: np.random.Generator) -> None:
+def test_the_transpose_is_dense_and_its_transpose_sparse(rng):
     weight = numbers(rng, "float32", 24, 40)  # (n, k)
     sparse = lowprec.prepare(weight.T, sparsity="2:4", prune=True)
     assert (sparse.sparsity, sparse.T.sparsity, sparse.T.T.sparsity) == ("2:4", None, "2:4")
@@ -210,7 +205,7 @@ def test_the_transpose_is_dense_and_its_transpose_sparse(rng: np.random.Generato
     same(lowprec.matmul(y, sparse.T), lowprec.matmul(y, elements(sparse).T))
 
 
-def test_pickles(rng: np.random.Generator) -> None:
+def test_pickles(rng):
     sparse = lowprec.prepare(numbers(rng, "bfloat16", 16, 8), sparsity="2:4", prune=True, math_mode="bf16")
     for operand in (sparse, sparse.T):
         again = pickle.loads(pickle.dumps(operand))
@@ -219,7 +214,7 @@ def test_pickles(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_arrays_of_other_libraries(rng: np.random.Generator, library: str) -> None:
+def test_arrays_of_other_libraries(rng, library):
     module = pytest.importorskip("torch" if library == "torch" else "jax.numpy", reason=f"{library} is not installed")
     b = numbers(rng, "float32", 24, 16)
     x = module.asarray(b)

@@ -3,10 +3,6 @@
 Operands are small integers, so every product is exact in every type, and the rows are surrounded by guard bytes.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -26,11 +22,11 @@ cases = pytest.mark.parametrize(
 )
 
 
-def integers(rng: np.random.Generator, shape: tuple[int, int], unit: str) -> Any:
+def integers(rng, shape, unit):
     return rng.integers(-3, 4, shape).astype(np.int8 if unit.startswith("int8") else np.float32)
 
 
-def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+def rows_at(m, n, gap, first, dtype):
     """Return bytes, and among them m rows of n elements, `gap` apart, the first `first` after a cache line."""
     stride = (n + gap) * dtype.itemsize
     memory = np.full(m * stride + 3 * LINE, GUARD, np.uint8)
@@ -38,7 +34,7 @@ def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple
     return memory, np.ndarray((m, n), dtype, memory.data, at, (stride, dtype.itemsize))
 
 
-def assert_exact(unit: str, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool = False) -> None:
+def assert_exact(unit, dtype, size, gap, first, adds=False):
     """Multiply into rows that begin `first` elements after a cache line, `gap` elements apart; and the transposes."""
     m, n, k = size
     rng = np.random.default_rng(first)
@@ -65,7 +61,7 @@ _BYTES = (1 << 20) + 4096
 @pytest.mark.parametrize("gap", [0, 1, 16])
 @pytest.mark.parametrize("n", [31, 64, 100, 300])
 @pytest.mark.sampled(3)
-def test_rows_begin_anywhere_in_a_line(unit: str, dtype: str, n: int, gap: int) -> None:
+def test_rows_begin_anywhere_in_a_line(unit, dtype, n, gap):
     size = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     for first in range(0, LINE // size, 3):
         assert_exact(unit, dtype, (_BYTES // (n * size), n, 5), gap, first)
@@ -73,20 +69,20 @@ def test_rows_begin_anywhere_in_a_line(unit: str, dtype: str, n: int, gap: int) 
 
 @units()
 @pytest.mark.parametrize("first", [0, 5])
-def test_tasks_that_share_rows_of_the_result(unit: str, first: int) -> None:
+def test_tasks_that_share_rows_of_the_result(unit, first):
     # Several ranges of columns, and several chunks of k.
     assert_exact(unit, RESULTS[unit[:4]][0], (530, 1040, 1600), 1, first)
 
 
 @units(*(x for x in UNITS if not x.startswith("int8")))  # which adds nothing
 @pytest.mark.parametrize("first", [0, 5])
-def test_addends_are_read_before_they_are_overwritten(unit: str, first: int) -> None:
+def test_addends_are_read_before_they_are_overwritten(unit, first):
     assert_exact(unit, "float32", (700, 800, 400), 0, first, adds=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64, np.complex64])
 @pytest.mark.parametrize("n", [512, 700])
-def test_large_results_begin_with_a_cache_line(n: int, dtype: Any) -> None:
+def test_large_results_begin_with_a_cache_line(n, dtype):
     a = np.ones((n, 3), dtype)
     b = np.ones((3, n), dtype)
     # Several are alive at once, so that luck cannot align them all.
@@ -99,7 +95,7 @@ def test_large_results_begin_with_a_cache_line(n: int, dtype: Any) -> None:
         assert (result == 3).all()
 
 
-def test_a_result_without_room_is_named_by_its_shape() -> None:
+def test_a_result_without_room_is_named_by_its_shape():
     a, b = (np.broadcast_to(np.float32(1), shape) for shape in ((1 << 20, 1), (1, 1 << 22)))
     with pytest.raises(MemoryError, match=r"shape \(1048576, 4194304\) and data type float32"):
         lowprec.matmul(a, b)
@@ -107,7 +103,7 @@ def test_a_result_without_room_is_named_by_its_shape() -> None:
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize(("n", "first"), [(64, 0), (64, 1), (80, 0), (72, 0)])
-def test_batches_into_memory_between_guards(n: int, first: int, mode: str) -> None:
+def test_batches_into_memory_between_guards(n, first, mode):
     """Only rows that all begin at cache lines are streamed: those of 64 or 80 float32, from the first of a line on."""
     rng = np.random.default_rng(n)
     a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((100, 40, 50), (100, 50, n)))

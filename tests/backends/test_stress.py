@@ -1,10 +1,5 @@
 """Threads in modes of their own, and memory over many calls: the short form of `benchmarks/stress.py`."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -14,18 +9,18 @@ from support.programs import posix, run_python
 
 
 @pytest.fixture
-def stress() -> Iterator[ModuleType]:
+def stress():
     with benchmark_modules.imports() as load:
         yield load("stress")
 
 
-def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generator) -> None:
+def test_inexact_operands_are_refused(stress, rng):
     with pytest.raises(ValueError, match="more than 1024 products"):
         stress.storm.exact_operands(rng, 2, 1025, 2)
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 8), (33, 17, 20), (160, 96, 80)])
-def test_modes_have_different_results(stress: ModuleType, shape: tuple[int, ...]) -> None:
+def test_modes_have_different_results(stress, shape):
     modes = ("fp32", "tf32", "bf16", "fp16")
     jobs = [stress.storm.job(np.random.default_rng(0), shape, mode) for mode in modes]
     assert all(np.array_equal(job.a, jobs[0].a) for job in jobs)
@@ -36,7 +31,7 @@ def test_modes_have_different_results(stress: ModuleType, shape: tuple[int, ...]
 
 
 @posix
-def test_violations_are_noticed() -> None:
+def test_violations_are_noticed():
     code = """
         import contextlib, signal, time
         import numpy as np

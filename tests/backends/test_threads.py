@@ -1,7 +1,5 @@
 """The threads that share a product, and how many of them there are."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
@@ -19,11 +17,11 @@ needs_library = pytest.mark.skipif(library.library() is None, reason="lowprec ha
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 
 
-def spread(count: int, workers: int) -> tuple[list[int], set[int], set[int]]:
+def spread(count, workers):
     """Take `count` numbers with several threads; return the numbers, the threads, and their numbers."""
     numbers, taken, who, which = iter(range(count)), [], set(), set()
 
-    def work(_: object, thread: int) -> None:
+    def work(_, thread):
         who.add(threading.get_ident())
         which.add(thread)
         for i in numbers:
@@ -37,7 +35,7 @@ def spread(count: int, workers: int) -> tuple[list[int], set[int], set[int]]:
 
 @needs_library
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_all_work_is_done_once(workers: int) -> None:
+def test_all_work_is_done_once(workers):
     taken, who, which = spread(200, workers)
     assert sorted(taken) == list(range(200))
     assert threading.get_ident() in who
@@ -46,20 +44,20 @@ def test_all_work_is_done_once(workers: int) -> None:
 
 
 @needs_library
-def test_workers_take_part() -> None:
+def test_workers_take_part():
     # A worker may come too late for one job, but not for twenty in a row of 50 ms each.
     assert any(len(spread(200, 2)[1]) == 2 for _ in range(20))
 
 
 @needs_library
-def test_many_concurrent_callers() -> None:
+def test_many_concurrent_callers():
     results = in_threads(8, lambda _: spread(40, 3)[0])
     assert [sorted(taken) for taken in results] == [list(range(40))] * 8
 
 
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_workers_after_fork() -> None:
+def test_workers_after_fork():
     code = """
         import ctypes, os, threading
         from lowprec.backends.cpu import library
@@ -84,7 +82,7 @@ def test_workers_after_fork() -> None:
 
 
 @needs_library
-def test_exit_is_quiet_while_workers_sleep_or_work() -> None:
+def test_exit_is_quiet_while_workers_sleep_or_work():
     code = """
         import threading, time
         import numpy as np
@@ -104,7 +102,7 @@ def test_exit_is_quiet_while_workers_sleep_or_work() -> None:
 # --- how many threads -------------------------------------------------------------------------
 
 
-def test_threadpoolctl_acts_on_it() -> None:
+def test_threadpoolctl_acts_on_it():
     if threads.num_threads() == 1:
         pytest.skip("this machine has a single CPU, so that there is nothing to limit")
     before = threads.num_threads()
@@ -114,20 +112,20 @@ def test_threadpoolctl_acts_on_it() -> None:
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has a single CPU")
-def test_variables_of_blas_act_on_it() -> None:
+def test_variables_of_blas_act_on_it():
     code = "import numpy; from lowprec.backends.cpu import threads; print(threads.num_threads())"
     assert run_python(code, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1") == "1"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks")
 @pytest.mark.parametrize("pinned_first", [True, False])
-def test_the_affinity_is_the_calling_threads(pinned_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_affinity_is_the_calling_threads(pinned_first, monkeypatch):
     """A pinned thread works alone and leaves others their CPUs."""
     free = threads.num_threads()
     monkeypatch.setattr(threads, "_limits", threads._Limits())
-    found: list[object] = []
+    found = []
 
-    def pinned() -> None:
+    def pinned():
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         found.append(threads.num_threads())
 
@@ -144,7 +142,7 @@ def test_the_affinity_is_the_calling_threads(pinned_first: bool, monkeypatch: py
 
 
 @needs_library
-def test_an_idle_process_uses_no_cpu_time() -> None:
+def test_an_idle_process_uses_no_cpu_time():
     """Workers poll for 150 us; a fiftieth of the time is left to other threads of this process."""
     code = """
         import time
@@ -169,7 +167,7 @@ needs_openmp = pytest.mark.skipif(sys.platform != "linux" or threads.num_threads
 
 @needs_library
 @needs_openmp
-def test_products_run_on_the_threads_of_pytorch() -> None:
+def test_products_run_on_the_threads_of_pytorch():
     """With the same bits as before; not in a forked child, and not with LOWPREC_THREADS=own."""
     pytest.importorskip("torch", reason="torch is not installed")
     code = """
@@ -203,7 +201,7 @@ def test_products_run_on_the_threads_of_pytorch() -> None:
 
 
 @needs_library
-def test_an_illegal_choice_of_threads_is_an_error() -> None:
+def test_an_illegal_choice_of_threads_is_an_error():
     code = """
         import os
         import numpy as np

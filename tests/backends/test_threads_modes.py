@@ -1,12 +1,8 @@
 """Threads and tasks, each in its own mode: every result is that of its own mode. Memory stays flat."""
 
-from __future__ import annotations
-
 import gc
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from support import oracles
 from support.programs import in_threads
 
 #: How each thread selects its mode, and the mode in force.
-WAYS: list[tuple[str, str]] = [
+WAYS = [
     ("scope", "fp32_pedantic"),
     ("scope", "tf32"),
     ("argument", "bf16"),
@@ -30,7 +26,7 @@ WAYS: list[tuple[str, str]] = [
 
 
 @pytest.fixture
-def operands() -> tuple[np.ndarray, np.ndarray]:
+def operands():
     """Return numbers that each mode rounds differently, and an identity, so that the result is the rounding."""
     values = 1 + np.arange(1, 65, dtype=np.float64) / 64 + 2.0**-9 + 2.0**-12 + 2.0**-20
     values[:8:2] *= 2.0**-30  # too small for float16 next to the others of their row
@@ -41,7 +37,7 @@ def operands() -> tuple[np.ndarray, np.ndarray]:
 
 
 @contextmanager
-def selected(way: str, mode: str) -> Iterator[dict[str, Any]]:
+def selected(way, mode):
     """Select a mode; give the keyword arguments of each call."""
     if way == "scope":
         with lowprec.math_mode(mode):
@@ -61,13 +57,13 @@ def selected(way: str, mode: str) -> Iterator[dict[str, Any]]:
         yield {}
 
 
-def expected(a: np.ndarray, mode: str) -> np.ndarray:
+def expected(a, mode):
     """Return what ``a @ identity`` is in a mode; overflowed elements make NaN of their rows' other elements."""
     with np.errstate(invalid="ignore"):
         return oracles.product(oracles.round_to(a, mode, -1), np.eye(a.shape[1])).astype(np.float32)
 
 
-def wrong_results(way: str, mode: str, calls: int, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> int:
+def wrong_results(way, mode, calls, a, b, out):
     want = expected(a, mode).tobytes()
     wrong = 0
     with selected(way, mode) as keywords:
@@ -77,7 +73,7 @@ def wrong_results(way: str, mode: str, calls: int, a: np.ndarray, b: np.ndarray,
     return wrong
 
 
-def same(got: np.ndarray, want: bytes) -> bool:
+def same(got, want):
     """Compare bits, which is quick; where they differ, NaN with any NaN and -0 with 0 will do."""
     if got.tobytes() == want:
         return True
@@ -86,10 +82,10 @@ def same(got: np.ndarray, want: bytes) -> bool:
 
 
 @pytest.mark.parametrize(("turns", "calls"), [(1, 2500), (200, 3)], ids=["one mode", "many modes"])
-def test_threads_each_in_their_own_mode(turns: int, calls: int, operands: tuple[np.ndarray, np.ndarray]) -> None:
+def test_threads_each_in_their_own_mode(turns, calls, operands):
     a, b = operands
 
-    def rotate(first: int) -> int:
+    def rotate(first):
         out = np.empty_like(a)
         ways = (WAYS[(first + i) % len(WAYS)] for i in range(turns))
         return sum(wrong_results(way, mode, calls, a, b, out) for way, mode in ways)
@@ -97,12 +93,12 @@ def test_threads_each_in_their_own_mode(turns: int, calls: int, operands: tuple[
     assert in_threads(len(WAYS), rotate) == [0] * len(WAYS)
 
 
-def test_threads_on_matrices_that_share_the_workers(rng: np.random.Generator) -> None:
+def test_threads_on_matrices_that_share_the_workers(rng):
     n = 300
     a = rng.standard_normal((n, n), dtype=np.float32)
     shift = np.roll(np.eye(n, dtype=np.float32), 1, axis=1)
 
-    def work(number: int) -> int:
+    def work(number):
         mode = oracles.ALL_MODES[number % len(oracles.ALL_MODES)]
         want = np.roll(oracles.round_to(a, mode, -1), 1, axis=1)
         return sum(not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10))
@@ -110,7 +106,7 @@ def test_threads_on_matrices_that_share_the_workers(rng: np.random.Generator) ->
     assert in_threads(8, work) == [0] * 8
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * 4096
@@ -118,11 +114,11 @@ def resident_bytes() -> int:
         pytest.skip("this system shows no size of a process in /proc")
 
 
-def test_memory_stays_flat(operands: tuple[np.ndarray, np.ndarray]) -> None:
+def test_memory_stays_flat(operands):
     a, b = operands
     bias = np.ones(8, np.float32)
 
-    def calls(count: int) -> None:
+    def calls(count):
         for _ in range(count):
             for mode in oracles.ALL_MODES:
                 lowprec.matmul(a, b, math_mode=mode)
@@ -142,10 +138,10 @@ def test_memory_stays_flat(operands: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 @pytest.mark.sweep
-def test_memory_stays_flat_over_ever_new_shapes() -> None:
+def test_memory_stays_flat_over_ever_new_shapes():
     whole = np.ones((200, 200), np.float32)
 
-    def calls(first: int, last: int) -> None:
+    def calls(first, last):
         for i in range(first, last):
             m, k = 1 + i % 199, 1 + i // 199
             lowprec.matmul(whole[:m, :k], whole[:k, :3], math_mode="bf16")
@@ -160,10 +156,10 @@ def test_memory_stays_flat_over_ever_new_shapes() -> None:
 
 
 @pytest.mark.usefixtures("fresh_executors")
-def test_threads_with_one_new_product_share_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_with_one_new_product_share_its_executor(monkeypatch):
     made, prepare = [], backend.prepare
 
-    def slow(plan: Any) -> Any:
+    def slow(plan):
         made.append(plan)
         time.sleep(0.02)
         return prepare(plan)

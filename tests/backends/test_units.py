@@ -4,10 +4,7 @@ Sums of k = 1 and of small integers are exact, so that results show the rounding
 products of parts were formed, bit by bit.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,17 +25,17 @@ SPLIT = [str(r.mode) for r in TABLE if r.parts > 1 and not r.sums_parts]
 
 
 @pytest.fixture(autouse=True)
-def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_threads(monkeypatch):
     """Small products are shared by threads, too."""
     monkeypatch.setattr(products, "_ALONE", 0)
 
 
-def only(unit: str) -> Any:
+def only(unit):
     """Return the context of a machine that has this unit and no other."""
     return machines.without(set(cpu_units.UNITS) - {unit})
 
 
-def with_modes(*modes: str) -> pytest.MarkDecorator:
+def with_modes(*modes):
     """Run a test on each unit in these modes for float32 operands, as far as the unit multiplies their format."""
     cases = [
         pytest.param(unit, mode, marks=cpu_units.needs(unit), id=f"{unit}-{mode}")
@@ -48,15 +45,15 @@ def with_modes(*modes: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("unit", "mode"), cases)
 
 
-def multiplies(unit: str, fmt: str) -> bool:
+def multiplies(unit, fmt):
     return any(x.requires == unit and fmt in (x.formats or ()) for x in kernels_of(cpuinfo.machine()))
 
 
-def assert_runs(unit: str, a: Any, b: Any, mode: str) -> None:
+def assert_runs(unit, a, b, mode):
     assert lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
 
 
-def patterns(dtype: np.dtype[Any], rng: np.random.Generator) -> np.ndarray:
+def patterns(dtype, rng):
     """Return finite numbers of every exponent between 2^-24 and 2^24, ties of each rounding among them."""
     if dtype == np.float32:
         exponents = np.repeat(np.arange(127 - 24, 127 + 14, dtype=np.uint32), 40)
@@ -75,21 +72,21 @@ def patterns(dtype: np.dtype[Any], rng: np.random.Generator) -> np.ndarray:
 
 
 @with_modes("fp32", "tf32", "bf16", "fp16")
-def test_products_of_two_numbers_are_exact(unit: str, mode: str, rng: np.random.Generator) -> None:
+def test_products_of_two_numbers_are_exact(unit, mode, rng):
     """With at most 22 bits; those of whole float32 numbers are rounded once."""
     check_products_of_two(unit, np.dtype(np.float32), mode, rng)
 
 
 @float_units
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=str)
-def test_products_of_two_stored_numbers_are_exact(unit: str, dtype: Any, rng: np.random.Generator) -> None:
+def test_products_of_two_stored_numbers_are_exact(unit, dtype, rng):
     if multiplies(unit, dtype.name):
         check_products_of_two(unit, dtype, "fp32", rng)
     else:
         assert unit.startswith("bf16")
 
 
-def check_products_of_two(unit: str, dtype: np.dtype[Any], mode: str, rng: np.random.Generator) -> None:
+def check_products_of_two(unit, dtype, mode, rng):
     """Compare one row, and many."""
     x = patterns(dtype, rng)
     a, b = rng.permutation(x)[:1000, None], rng.permutation(x)[None, :1000]
@@ -105,7 +102,7 @@ def check_products_of_two(unit: str, dtype: np.dtype[Any], mode: str, rng: np.ra
 
 @float_units
 @pytest.mark.parametrize("out_dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
-def test_results_are_rounded_once(unit: str, out_dtype: Any, rng: np.random.Generator) -> None:
+def test_results_are_rounded_once(unit, out_dtype, rng):
     """Products of bfloat16 numbers are exact in float32, so the result is their nearest even neighbour."""
     x = patterns(np.dtype(np.float32), rng)
     a, b = rng.permutation(x)[:800, None], rng.permutation(x)[None, :800]
@@ -122,7 +119,7 @@ def test_results_are_rounded_once(unit: str, out_dtype: Any, rng: np.random.Gene
 
 @with_modes(*SPLIT)
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_parts_add_up_to_the_number(unit: str, mode: str, side: str, rng: np.random.Generator) -> None:
+def test_parts_add_up_to_the_number(unit, mode, side, rng):
     """Times one, with the smallest added first: bit for bit for three parts, and for numbers of so many bits."""
     # Where the last part falls below 2^-126 units may take it for zero; rows and columns of one number are scaled.
     x = oracles.every_exponent(rng, 16)
@@ -139,7 +136,7 @@ def test_parts_add_up_to_the_number(unit: str, mode: str, side: str, rng: np.ran
 
 
 @with_modes(*SPLIT)
-def test_the_pairs_of_the_mode_are_formed_and_no_others(unit: str, mode: str, rng: np.random.Generator) -> None:
+def test_the_pairs_of_the_mode_are_formed_and_no_others(unit, mode, rng):
     """Of numbers whose parts have few bits the sum of the products that the mode forms is one float32."""
     found = row(MathMode(mode))
     step = 2.0 ** -(found.operand_format.precision - 1)
@@ -154,7 +151,7 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(unit: str, mode: str, rn
 
 
 @with_modes("bf16x6", "tf32x3", "fp16x3")
-def test_small_products_do_not_cost_accuracy(unit: str, mode: str, rng: np.random.Generator) -> None:
+def test_small_products_do_not_cost_accuracy(unit, mode, rng):
     """Less error than one FP32 sum over the same k, although there are several products for each of its own."""
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((96, 4096), (4096, 96)))
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -171,7 +168,7 @@ def test_small_products_do_not_cost_accuracy(unit: str, mode: str, rng: np.rando
 
 @pytest.mark.parametrize("x", [-8.0, -3.0, -0.25, 0.5, 6.0])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gelu_of_numpy_is_rounded_once(x: float, dtype: Any) -> None:
+def test_gelu_of_numpy_is_rounded_once(x, dtype):
     """In float64 each of the 10 operations, and the exponential, is off by 2^-52 at most, times its argument of 51."""
     want = x / (1 + np.exp(np.longdouble(-2) * np.sqrt(2 / np.longdouble(np.pi)) * (x + 0.044715 * x**3)))
     error = abs(numpy_products._gelu(np.array([x], dtype)).astype(dtype)[0] - want)
@@ -179,7 +176,7 @@ def test_gelu_of_numpy_is_rounded_once(x: float, dtype: Any) -> None:
 
 
 @float_units
-def test_gelu_is_right_to_a_few_units(unit: str, rng: np.random.Generator) -> None:
+def test_gelu_is_right_to_a_few_units(unit, rng):
     """The argument of the exponential, at most 88, is off by 7 roundings, and its value by 2 units in the last place.
 
     So e^-2y is off by 88 * 7 + 4 times u at most, and the sum and the division add 2. What is given up where y is below
@@ -202,9 +199,7 @@ def test_gelu_is_right_to_a_few_units(unit: str, rng: np.random.Generator) -> No
 
 @with_modes("bf16", "bf16x6", "tf32")
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(
-    unit: str, mode: str, order: Any, rng: np.random.Generator
-) -> None:
+def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(unit, mode, order, rng):
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((40, 50), (50, 45)))
     a[3, 4] = np.float32(3.4028235e38)  # infinite in bfloat16
     b[4] = np.abs(b[4]) * 0.01
@@ -227,9 +222,7 @@ def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(
     [(1, 1, 1), (1, 70, 9000), (3, 17, 65), (4, 300, 70), (13, 32, 64), (33, 17, 65), (64, 64, 64), (50, 70, 9000)],
 )
 @pytest.mark.parametrize("orders", list(itertools.product("CF", repeat=3)), ids="".join)
-def test_int8_is_exact(
-    unit: str, shape: tuple[int, int, int], orders: tuple[Any, Any, Any], rng: np.random.Generator
-) -> None:
+def test_int8_is_exact(unit, shape, orders, rng):
     m, n, k = shape
     a = np.asarray(rng.integers(-128, 128, (m, k), dtype=np.int8), order=orders[0])
     b = np.asarray(rng.integers(-128, 128, (k, n), dtype=np.int8), order=orders[1])
@@ -248,9 +241,7 @@ def test_int8_is_exact(
 @pytest.mark.parametrize(
     "shape", [(700, 3000, 40), (40, 5000, 900), (1300, 70, 2600), (5, 9000, 300), (260, 270, 5000)]
 )
-def test_blocks_and_threads(
-    unit: str, shape: tuple[int, int, int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_and_threads(unit, shape, rng, monkeypatch):
     """Several blocks of rows, of columns and of k; sums of small integers are exact."""
     m, n, k = shape
     dtype = {"int8": np.int8, "bf16": BFLOAT16}.get(unit[:4], np.float32)

@@ -1,10 +1,6 @@
 """Running a command in this process, and ``.npy`` files to run it on."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +17,7 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def fresh_environment() -> Iterator[None]:
+def fresh_environment():
     """Let each test's variables act, and none survive it."""
     environment.refresh()
     yield
@@ -29,22 +25,22 @@ def fresh_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle(monkeypatch):
     """Let the machine be idle: the commands report a busy one."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 
 @pytest.fixture
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+def command(capsys):
     """Run ``lowprec`` with these words in this process."""
 
-    def run(*words: object) -> Outcome:
+    def run(*words):
         code = main([str(word) for word in words])
         return Outcome(code, *capsys.readouterr())
 
@@ -52,10 +48,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def refused(command: Callable[..., Outcome]) -> Callable[..., str]:
+def refused(command):
     """Run a command that must be refused as a mistake of the user; return what it says."""
 
-    def run(*words: object) -> str:
+    def run(*words):
         code, out, err = command(*words)
         assert code == 2
         assert out == ""
@@ -69,7 +65,7 @@ def refused(command: Callable[..., Outcome]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def files(tmp_path: Path, rng: np.random.Generator) -> tuple[Path, Path]:
+def files(tmp_path, rng):
     """``A.npy`` (24, 40) and ``B.npy`` (40, 16), float32."""
     a, b = tmp_path / "A.npy", tmp_path / "B.npy"
     np.save(a, rng.standard_normal((24, 40), dtype=np.float32))

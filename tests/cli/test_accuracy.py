@@ -1,13 +1,8 @@
 """The numbers of ``check``, against a computation of their own."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +15,8 @@ from lowprec.core import dispatch
 from lowprec.formats import DType
 from lowprec.modes import available_modes
 
-Command = Callable[..., Any]
 
-
-def _exact_errors(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[float, float]:
+def _exact_errors(a, b, c):
     """Both errors with exact rationals: no float64 product, no norm of NumPy's."""
     rows = [[Fraction(float(x)) for x in row] for row in a]
     columns = [[Fraction(float(x)) for x in column] for column in b.T]
@@ -39,9 +32,7 @@ def _exact_errors(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[float, f
 
 @pytest.mark.parametrize("mode", [str(m) for m in available_modes()])
 @pytest.mark.parametrize("distribution", ["normal", "positive"])
-def test_errors_of_files_are_exact(
-    command: Command, tmp_path: Path, rng: np.random.Generator, mode: str, distribution: str
-) -> None:
+def test_errors_of_files_are_exact(command, tmp_path, rng, mode, distribution):
     a = operand(rng, (12, 20), DType.FLOAT32, distribution)
     b = operand(rng, (20, 9), DType.FLOAT32, distribution)
     np.save(tmp_path / "a.npy", a)
@@ -61,7 +52,7 @@ def test_errors_of_files_are_exact(
     assert row["verdict"] == "within"
 
 
-def test_a_batch_is_bounded_as_a_whole(rng: np.random.Generator) -> None:
+def test_a_batch_is_bounded_as_a_whole(rng):
     a = rng.standard_normal((3, 1, 8, 32), dtype=np.float32)
     a[0] *= 1000
     b = rng.standard_normal((4, 32, 6), dtype=np.float32)
@@ -81,9 +72,7 @@ def test_a_batch_is_bounded_as_a_whole(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(("shape_a", "shape_b"), [((5,), (5,)), ((3, 5), (5,)), ((5,), (5, 4))])
-def test_vectors_are_rows_and_columns(
-    rng: np.random.Generator, shape_a: tuple[int, ...], shape_b: tuple[int, ...]
-) -> None:
+def test_vectors_are_rows_and_columns(rng, shape_a, shape_b):
     a = rng.standard_normal(shape_a, dtype=np.float32)
     b = rng.standard_normal(shape_b, dtype=np.float32)
     result = np.asarray(lowprec.matmul(a, b))
@@ -97,7 +86,7 @@ def test_vectors_are_rows_and_columns(
     assert moved.verdict is Verdict.ABOVE
 
 
-def test_complex_numbers(rng: np.random.Generator) -> None:
+def test_complex_numbers(rng):
     a = operand(rng, (7, 9), DType.COMPLEX64)
     b = operand(rng, (9, 5), DType.COMPLEX64)
     c = lowprec.matmul(a, b, math_mode="tf32")
@@ -108,7 +97,7 @@ def test_complex_numbers(rng: np.random.Generator) -> None:
     assert 2**-15 < found.relative < 2**-9
 
 
-def test_zeros_have_no_error() -> None:
+def test_zeros_have_no_error():
     a = np.zeros((3, 4), np.float32)
     found = Reference(a, a.T).compare(np.zeros((3, 3), np.float32), lowprec.plan(a, a.T))
     assert (found.relative, found.normalised, found.verdict) == (0, 0, Verdict.WITHIN)
@@ -117,10 +106,10 @@ def test_zeros_have_no_error() -> None:
 # -- verdicts -------------------------------------------------------------------------------------
 
 
-def test_an_error_above_the_bound_is_found(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_above_the_bound_is_found(command, monkeypatch):
     right = dispatch.matmul
 
-    def wrong(a: Any, b: Any, **how: Any) -> Any:
+    def wrong(a, b, **how):
         c = right(a, b, **how)
         if how["math_mode"] == "tf32":
             # One element of 256, off by the norm of A's row times that of B's column.
@@ -138,7 +127,7 @@ def test_an_error_above_the_bound_is_found(command: Command, monkeypatch: pytest
     assert {r["mode"]: r["verdict"] for r in rows}["tf32"] == "above"
 
 
-def test_numbers_beyond_the_range(rng: np.random.Generator) -> None:
+def test_numbers_beyond_the_range(rng):
     a = rng.standard_normal((4, 4), dtype=np.float32)
     wrong = a @ a
     wrong[0, 0] = np.inf
@@ -152,7 +141,7 @@ def test_numbers_beyond_the_range(rng: np.random.Generator) -> None:
         assert Reference(a, a).compare(lowprec.matmul(a, a), lowprec.plan(a, a)).verdict is Verdict.NO_NUMBERS
 
 
-def test_distributions_fit_their_descriptions() -> None:
+def test_distributions_fit_their_descriptions():
     drawn = {n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS}
     normal, positive, wide = drawn["normal"], drawn["positive"], drawn["wide"]
     # 40,000 samples: the mean and the variance are within 5 standard errors (0.005 and 0.007).
@@ -170,8 +159,8 @@ def test_distributions_fit_their_descriptions() -> None:
 # -- operands -------------------------------------------------------------------------------------
 
 
-def test_operands_follow_the_seed(command: Command) -> None:
-    def errors(seed: int, distribution: str) -> dict[str, list[float]]:
+def test_operands_follow_the_seed(command):
+    def errors(seed, distribution):
         words = ("check", "--sizes", 16, "--rounds", 1, "--seed", seed, "--json")
         cases = json.loads(command(*words, "--distribution", distribution).out)["cases"]
         return {c["name"]: [r["error"] for r in c["rows"]] for c in cases}

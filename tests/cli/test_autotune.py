@@ -1,13 +1,9 @@
 """``lowprec autotune``: without a GPU, with one that cannot be used, and what it shows of measurements."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +12,6 @@ from lowprec.backends import AlgorithmTiming
 from lowprec.formats import DType
 from lowprec.tuning import AutotuneResult
 
-Command = Callable[..., Any]
-
 #: The module whose names the tests replace.
 module = importlib.import_module("lowprec.cli.commands.autotune")
 
@@ -25,17 +19,17 @@ WORDS = ("autotune", "--shapes", "32x16", "16x8")
 TIMED = (AlgorithmTiming(2, 0.5, "id 66"), AlgorithmTiming(1, 0.75, "id 7"), AlgorithmTiming(0, 1.0, "id 21"))
 
 
-def _gpu(**facts: Any) -> Callable[[], dict[str, Any]]:
+def _gpu(**facts):
     found = {"used": False, "driver": None, "reason": "no NVIDIA driver was found", **facts}
     return lambda: {"gpu": found}
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]]:
+def gpu(monkeypatch):
     """A machine with a GPU for the command: host arrays, and given measurements."""
-    calls: list[tuple[Any, Any, dict[str, Any]]] = []
+    calls = []
 
-    def tune(a: Any, b: Any, **options: Any) -> AutotuneResult:
+    def tune(a, b, **options):
         calls.append((a, b, options))
         return AutotuneResult("a product", "cuda:0: NVIDIA Something", TIMED)
 
@@ -49,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]
 # -- no GPU ---------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_there_is_nothing_to_tune(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_there_is_nothing_to_tune(command, monkeypatch):
     monkeypatch.setattr(module, "info", _gpu())
     done = command(*WORDS)
     assert done == (0, "nothing to tune: no NVIDIA driver was found\n", "")
@@ -58,7 +52,7 @@ def test_without_a_gpu_there_is_nothing_to_tune(command: Command, monkeypatch: p
     assert (done.code, json.loads(done.out), done.err) == (0, found, "")
 
 
-def test_a_gpu_that_cannot_be_used_is_an_error(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_an_error(refused, monkeypatch):
     reason = "arrays on a GPU need nvmath-python"
     monkeypatch.setattr(module, "info", _gpu(driver="NVRM version 580", reason=reason))
     assert reason in refused(*WORDS)
@@ -76,16 +70,14 @@ def test_a_gpu_that_cannot_be_used_is_an_error(refused: Callable[..., str], monk
         ((*WORDS[1:], "--mode", "tf23"), "'tf23' is not a math mode"),
     ],
 )
-def test_mistakes_are_reported_on_any_machine(refused: Callable[..., str], words: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_reported_on_any_machine(refused, words, said):
     assert said in refused("autotune", *words)
 
 
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def test_the_first_library_that_sees_a_gpu_makes_the_arrays(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_library_that_sees_a_gpu_makes_the_arrays(refused, monkeypatch):
     library = lambda sees, **functions: SimpleNamespace(  # noqa: E731
         cuda=SimpleNamespace(is_available=lambda: sees), **functions
     )
@@ -99,7 +91,7 @@ def test_the_first_library_that_sees_a_gpu_makes_the_arrays(
 
 
 @pytest.mark.parametrize("element", [d for d in DType if d is not DType.INT32])
-def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element: DType) -> None:
+def test_torch_makes_every_element_type(monkeypatch, element):
     torch = pytest.importorskip("torch", reason="torch not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     to = torch.Tensor.to
@@ -113,9 +105,7 @@ def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def test_the_table_shows_first_choice_and_taken(
-    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_shows_first_choice_and_taken(command, gpu, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = command(*WORDS, "8x4x4", "8x4x4", "--mode", "tf32", "--candidates", "9")
     assert (done.code, done.err) == (0, "")
@@ -131,7 +121,7 @@ def test_the_table_shows_first_choice_and_taken(
     assert (str(options["math_mode"]), options["candidates"]) == ("tf32", 9)
 
 
-def test_json_holds_all_that_was_measured(command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]) -> None:
+def test_json_holds_all_that_was_measured(command, gpu):
     found = json.loads(command(*WORDS, "--dtype", "bfloat16", "--json").out)
     assert found["device"] == "cuda:0: NVIDIA Something"
     (result,) = found["results"]

@@ -1,15 +1,10 @@
 """What the commands print and write when all is well."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +13,11 @@ import lowprec
 from lowprec import recipes
 from lowprec.modes import available_modes
 
-Files = tuple[Path, Path]
-Command = Callable[..., Any]
 
-
-def _json(outcome: Any) -> Any:
+def _json(outcome):
     assert (outcome.code, outcome.err) == (0, "")
 
-    def refuse(word: str) -> None:
+    def refuse(word):
         raise AssertionError(f"{word} is no JSON")
 
     return json.loads(outcome.out, parse_constant=refuse)
@@ -34,7 +26,7 @@ def _json(outcome: Any) -> Any:
 # -- plan -----------------------------------------------------------------------------------------
 
 
-def test_plan_of_files_is_that_of_the_arrays(command: Command, files: Files) -> None:
+def test_plan_of_files_is_that_of_the_arrays(command, files):
     a, b = map(np.load, files)
     printed = command("plan", *files, "--mode", "bf16")
     assert printed.out == f"{lowprec.plan(a, b, math_mode='bf16')}\n"
@@ -42,14 +34,14 @@ def test_plan_of_files_is_that_of_the_arrays(command: Command, files: Files) -> 
     assert found == lowprec.plan(a, b, math_mode="bf16").to_dict()
 
 
-def test_plan_sees_the_order_of_a_file(command: Command, tmp_path: Path, files: Files) -> None:
+def test_plan_sees_the_order_of_a_file(command, tmp_path, files):
     transposed = tmp_path / "T.npy"
     np.save(transposed, np.asfortranarray(np.load(files[0])))
     found = _json(command("plan", transposed, files[1], "--json"))
     assert (found["layout"]["a"]["order"], found["layout"]["b"]["order"]) == ("col", "row")
 
 
-def test_plan_of_shapes(command: Command) -> None:
+def test_plan_of_shapes(command):
     words = ("plan", "--shapes", "2x1024x512", "512X2048", "--dtype", "bfloat16", "--json")
     found = _json(command(*words))
     assert found["out_shape"] == [2, 1024, 2048]
@@ -57,7 +49,7 @@ def test_plan_of_shapes(command: Command) -> None:
     assert found["mode_has_effect"] is False
 
 
-def test_plan_for_a_gpu_that_is_not_here(command: Command, files: Files) -> None:
+def test_plan_for_a_gpu_that_is_not_here(command, files):
     for words in ([*files], ["--shapes", "24x8", "8x16"]):
         found = _json(command("plan", *words, "--mode", "bf16", "--device", "H200", "--json"))
         assert found["capabilities"]["name"] == "NVIDIA H200 SXM"
@@ -68,13 +60,13 @@ def test_plan_for_a_gpu_that_is_not_here(command: Command, files: Files) -> None
     assert printed.out == f"{lowprec.plan(a, b, device='sm_80')}\n"
 
 
-def test_a_gpu_that_is_not_known_is_refused(refused: Callable[..., str], files: Files) -> None:
+def test_a_gpu_that_is_not_known_is_refused(refused, files):
     said = refused("plan", *files, "--device", "h20")
     assert "choose one of: cpu, v100" in said
     assert "did you mean 'h200'?" in said
 
 
-def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
+def test_plan_within_rtol_lists_the_candidates(command):
     words = ("plan", "--shapes", "512x512", "512x512", "--rtol", "1e-2")
     found = _json(command(*words, "--json"))
     assert {c["mode"] for c in found["candidates"]} >= {"fp32", "tf32", "bf16"}
@@ -87,13 +79,13 @@ def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
 # -- info -----------------------------------------------------------------------------------------
 
 
-def test_info_as_json_is_info(command: Command) -> None:
+def test_info_as_json_is_info(command):
     found = _json(command("info", "--json"))
     assert set(found) == set(lowprec.info())
     assert found["version"] == lowprec.__version__
 
 
-def test_info_as_text_has_everything(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_as_text_has_everything(command, monkeypatch):
     monkeypatch.setenv("LOWPREC_MATH_MODE", "tf32")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     out = command("info", "--all").out
@@ -106,7 +98,7 @@ def test_info_as_text_has_everything(command: Command, monkeypatch: pytest.Monke
         assert words in " ".join(out.split())
 
 
-def test_info_lists_the_variables_that_are_set(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_lists_the_variables_that_are_set(command, monkeypatch):
     for entry in lowprec.info()["environment"]:
         monkeypatch.delenv(entry["name"], raising=False)
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "cache")
@@ -123,7 +115,7 @@ def test_info_lists_the_variables_that_are_set(command: Command, monkeypatch: py
 CHECK = ("check", "--sizes", "24x40x16", "--rounds", "1")
 
 
-def test_check_as_json(command: Command) -> None:
+def test_check_as_json(command):
     done = command(*CHECK, "--all", "--json")
     assert done.code == 0
     found = json.loads(done.out)
@@ -138,7 +130,7 @@ def test_check_as_json(command: Command) -> None:
         assert " on this device" in case["summary"] or "no other mode is faster at" in case["summary"]
 
 
-def test_check_as_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_as_text(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # room for every column, whatever the times are
     done = command(*CHECK, "--distribution", "normal", "--modes", "bf16")
     assert (done.code, done.err) == (0, "")
@@ -152,11 +144,11 @@ def test_check_as_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> Non
     assert bf16.endswith("within")
 
 
-def _names(text: str) -> list[str]:
+def _names(text):
     return [line.split()[0] for line in text.splitlines() if line.endswith("within")]
 
 
-def test_check_shows_the_useful_rows_and_a_sentence(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_shows_the_useful_rows_and_a_sentence(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     short, whole = (command(*CHECK, *words).out for words in ((), ("--all",)))
     names, modes = _names(short), [str(m) for m in available_modes() if m != "fp64_emulated"]
@@ -176,7 +168,7 @@ def test_check_shows_the_useful_rows_and_a_sentence(command: Command, monkeypatc
             )
 
 
-def test_check_reports_of_an_override(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_of_an_override(command, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     done = command(*CHECK, "--distribution", "normal", "--modes", "tf32")
     assert "tf32, ran fp32" in done.out
@@ -184,7 +176,7 @@ def test_check_reports_of_an_override(command: Command, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
-def test_check_of_other_storage(command: Command, dtype: str) -> None:
+def test_check_of_other_storage(command, dtype):
     done = command(*CHECK, "--distribution", "normal", "--dtype", dtype, "--json")
     assert done.code == 0
     assert "has no effect" in done.err
@@ -196,21 +188,21 @@ def test_check_of_other_storage(command: Command, dtype: str) -> None:
         assert [row["error"] for row in case["rows"]] == [0, 0]
 
 
-def test_check_of_files(command: Command, files: Files) -> None:
+def test_check_of_files(command, files):
     found = _json(command("check", *files, "--rounds", "1", "--json"))
     (case,) = found["cases"]
     assert (case["name"], found["seed"]) == ("files", None)
     assert str(files[0]) in case["description"]
 
 
-def test_check_of_double_files_as_single(command: Command, tmp_path: Path, files: Files) -> None:
+def test_check_of_double_files_as_single(command, tmp_path, files):
     wide = tmp_path / "wide.npy"
     np.save(wide, np.load(files[0]).astype(np.float64))
     found = _json(command("check", wide, files[1], "--dtype", "float32", "--rounds", "1", "--json"))
     assert found["cases"][0]["a"]["dtype"] == "float32"
 
 
-def test_check_of_several_sizes(command: Command) -> None:
+def test_check_of_several_sizes(command):
     words = ("check", "--sizes", "16,8x4x2", "--rounds", "1", "--modes", "bf16", "--all", "--json")
     cases = _json(command(*words))["cases"]
     kinds = ("normal", "positive", "wide")
@@ -218,7 +210,7 @@ def test_check_of_several_sizes(command: Command) -> None:
     assert [case["a"]["shape"] for case in cases] == [[16, 16]] * 3 + [[8, 4]] * 3
 
 
-def test_a_busy_machine_is_reported(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_reported(command, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 1.0, 1.0), raising=False)
     done = command(*CHECK)
     assert done.err.startswith("the machine is busy (load average 99.0 on ")
@@ -235,7 +227,7 @@ SIZES = ("check", "--sizes", "8,16", "--rounds", "1", "--dtype", "int8")
 
 
 @pytest.mark.parametrize("words", [EXPORTED, SIZES])
-def test_csv_has_the_rows_of_json(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_csv_has_the_rows_of_json(command, tmp_path, words):
     done = command(*words, "--csv", tmp_path / "out.csv", "--json")
     found = json.loads(done.out)
     rows = [{"case": case["name"], **row} for case in found["cases"] for row in case["rows"]]
@@ -250,7 +242,7 @@ def test_csv_has_the_rows_of_json(command: Command, tmp_path: Path, words: tuple
 
 @pytest.mark.parametrize("words", [EXPORTED, SIZES])
 @pytest.mark.parametrize(("suffix", "begins"), [("svg", b"<?xml"), ("PNG", b"\x89PNG")])
-def test_plot(command: Command, tmp_path: Path, words: tuple[str, ...], suffix: str, begins: bytes) -> None:
+def test_plot(command, tmp_path, words, suffix, begins):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / f"out.{suffix}"
     assert command(*words, "--plot", path).code == 0
@@ -259,17 +251,17 @@ def test_plot(command: Command, tmp_path: Path, words: tuple[str, ...], suffix: 
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def drawn(monkeypatch):
     """The figures that a command would write."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from matplotlib.figure import Figure
 
-    figures: list[Any] = []
+    figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
     return figures
 
 
-def test_the_plot_of_check_has_every_error_and_bound(command: Command, drawn: list[Any], tmp_path: Path) -> None:
+def test_the_plot_of_check_has_every_error_and_bound(command, drawn, tmp_path):
     cases = json.loads(command(*EXPORTED, "--plot", tmp_path / "out.svg", "--json").out)["cases"]
     (figure,) = drawn
     assert [panel.get_title() for panel in figure.axes] == [case["name"] for case in cases]
@@ -283,19 +275,17 @@ def test_the_plot_of_check_has_every_error_and_bound(command: Command, drawn: li
     assert [text.get_text() for text in legend.get_texts()] == ["guaranteed bound", "fp32", "tf32", "fp16"]
 
 
-def test_refused_before_anything_is_measured(refused: Callable[..., str]) -> None:
+def test_refused_before_anything_is_measured(refused):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert "chosen by the suffix of the path, got 'out.txt'" in refused("check", "--plot", "out.txt")
 
 
-def test_a_missing_matplotlib_is_named(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_matplotlib_is_named(refused, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     assert "pip install matplotlib, or lowprec with its extra plot" in refused("check", "--plot", tmp_path / "out.svg")
 
 
-def test_no_two_modes_look_alike(command: Command, drawn: list[Any], tmp_path: Path) -> None:
+def test_no_two_modes_look_alike(command, drawn, tmp_path):
     words = ("--sizes", "16,8", "--rounds", "1", "--distribution", "normal")
     assert command("check", *words, "--plot", tmp_path / "out.svg").code == 0
     above, below = drawn[0].axes
@@ -303,8 +293,6 @@ def test_no_two_modes_look_alike(command: Command, drawn: list[Any], tmp_path: P
     assert len(looks) == len(above.lines) == len(below.lines) == len(available_modes()) - 1, "all but fp64_emulated"
 
 
-def test_matplotlib_is_not_loaded_without_a_plot(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_matplotlib_is_not_loaded_without_a_plot(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command(*EXPORTED, "--csv", tmp_path / "out.csv").code == 0

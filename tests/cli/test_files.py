@@ -1,7 +1,5 @@
 """Reading and writing ``.npy``: nothing unpickled, nothing half-written, nothing guessed."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -22,9 +20,7 @@ from lowprec.formats import DType
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "c8", "c16", "i1", ">f4", ">c16"])
 @pytest.mark.parametrize("shape", [(3, 4), (5,), (), (0, 4), (2, 3, 4)])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_read_gives_the_saved_values(
-    tmp_path: Path, rng: np.random.Generator, dtype: str, shape: tuple[int, ...], mapped: bool
-) -> None:
+def test_read_gives_the_saved_values(tmp_path, rng, dtype, shape, mapped):
     saved = rng.integers(-100, 100, shape).astype(dtype)
     np.save(tmp_path / "a.npy", saved)
     read = operands.read_array(str(tmp_path / "a.npy"), mapped=mapped)
@@ -34,7 +30,7 @@ def test_read_gives_the_saved_values(
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3FN])
-def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
+def test_raw_elements_need_a_dtype(tmp_path, dtype):
     saved = np.array([[1.0, -2.0], [0.5, 3.0]]).astype(NUMPY_DTYPES[dtype])
     path = str(tmp_path / "a.npy")
     np.save(path, saved)
@@ -47,7 +43,7 @@ def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
         operands.read_array(path, DType.FLOAT32)
 
 
-def test_other_elements_are_converted(tmp_path: Path) -> None:
+def test_other_elements_are_converted(tmp_path):
     path = str(tmp_path / "a.npy")
     np.save(path, np.array([1.0, 1 + 2**-9, 1e300]))
     np.testing.assert_array_equal(operands.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf])
@@ -68,7 +64,7 @@ def test_other_elements_are_converted(tmp_path: Path) -> None:
         (np.zeros(2, [("größe", "f4")]), None, "holds records"),
     ],
 )
-def test_unusable_operands_are_refused(tmp_path: Path, array: np.ndarray, dtype: DType | None, words: str) -> None:
+def test_unusable_operands_are_refused(tmp_path, array, dtype, words):
     path = str(tmp_path / "a.npy")
     with open(path, "wb") as file:
         # The version that names beyond Latin-1 need; save would warn about it.
@@ -78,11 +74,11 @@ def test_unusable_operands_are_refused(tmp_path: Path, array: np.ndarray, dtype:
 
 
 class _Bomb:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return os.mkdir, ("unpickled",)
 
 
-def test_a_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_is_never_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("a.npy", np.array([_Bomb()], dtype=object), allow_pickle=True)
     with pytest.raises(CommandError, match="Object arrays cannot be loaded"):
@@ -93,7 +89,7 @@ def test_a_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not Path("unpickled").exists()
 
 
-def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
+def test_a_file_that_ends_too_early(tmp_path):
     """In its header, which has 128 bytes, or one byte before its end."""
     path = tmp_path / "a.npy"
     np.save(path, np.zeros((8, 8)))
@@ -104,7 +100,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
             operands.read_array(str(path))
 
 
-def _with_header(path: Path, header: str, version: bytes = b"\x01\x00") -> str:
+def _with_header(path, header, version=b"\x01\x00"):
     data = header.encode("latin-1")
     size = len(data).to_bytes(2 if version == b"\x01\x00" else 4, "little")
     path.write_bytes(b"\x93NUMPY" + version + size + data + bytes(64))
@@ -140,14 +136,14 @@ _SHAPED = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }"
 )
 @pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00"])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_damaged_header_is_reported_in_a_few_words(tmp_path: Path, header: str, version: bytes, mapped: bool) -> None:
+def test_a_damaged_header_is_reported_in_a_few_words(tmp_path, header, version, mapped):
     path = _with_header(tmp_path / "a.npy", header, version)
     with pytest.raises(CommandError, match=r"cannot read .*a\.npy") as found:
         operands.read_array(path, mapped=mapped)
     assert len(str(found.value)) < len(path) + 150
 
 
-def test_a_header_of_python_2_is_read(tmp_path: Path) -> None:
+def test_a_header_of_python_2_is_read(tmp_path):
     path = _with_header(tmp_path / "a.npy", _SHAPED % "(2L, 3L)")
     np.testing.assert_array_equal(operands.read_array(path), np.zeros((2, 3), np.float32), strict=True)
 
@@ -155,7 +151,7 @@ def test_a_header_of_python_2_is_read(tmp_path: Path) -> None:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+def test_a_pipe_is_written_into(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -167,7 +163,7 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_pipe_is_read(mapped: bool) -> None:
+def test_a_pipe_is_read(mapped):
     reader, writer = os.pipe()
     whole = io.BytesIO()
     np.save(whole, np.arange(6.0).reshape(2, 3))
@@ -178,7 +174,7 @@ def test_a_pipe_is_read(mapped: bool) -> None:
     assert found.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_integers_are_refused_with_the_way_out(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, np.ones((2, 2), np.int64))
     with pytest.raises(CommandError, match=r"a\.npy holds int64, .* by --dtype float32"):
@@ -186,7 +182,7 @@ def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert operands.read_array(str(path), DType.FLOAT32).dtype == np.float32
 
 
-def test_an_open_file_is_written_at_its_end(tmp_path: Path) -> None:
+def test_an_open_file_is_written_at_its_end(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b"before ")
     with path.open("ab") as file:
@@ -195,12 +191,12 @@ def test_an_open_file_is_written_at_its_end(tmp_path: Path) -> None:
     assert path.read_bytes() == b"before rows after"
 
 
-def test_a_full_device_is_reported() -> None:
+def test_a_full_device_is_reported():
     with pytest.raises(CommandError, match="cannot write /dev/full: No space left"):
         exports.write_output("/dev/full", b"rows")
 
 
-def test_a_folder_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch):
     # Asked of the system, so that it holds for root as well.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(CommandError, match="not writable"):

@@ -1,14 +1,10 @@
 """``lowprec.info()``: true, complete, harmless."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +25,7 @@ command = importlib.import_module("lowprec.cli.commands.info")
 info = module.info
 
 
-def _named(entries: list[dict[str, object]], name: str) -> dict[str, object]:
+def _named(entries, name):
     return next(e for e in entries if e["name"] == name)
 
 
@@ -37,7 +33,7 @@ def _named(entries: list[dict[str, object]], name: str) -> dict[str, object]:
 AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
 
 
-def test_versions_are_those_installed() -> None:
+def test_versions_are_those_installed():
     libraries = info()["libraries"]
     assert _named(libraries, "numpy")["version"] == np.__version__
     assert _named(libraries, "numpy")["status"] == "loaded"
@@ -50,7 +46,7 @@ def test_versions_are_those_installed() -> None:
         assert str(_named(libraries, name)["version"]).partition("+")[0] == version.partition("+")[0]
 
 
-def test_the_cpu_is_this_one() -> None:
+def test_the_cpu_is_this_one():
     (cpu,) = info()["devices"]
     assert cpu["cores"] == os.cpu_count()
     assert 1 <= cpu["threads"] <= cpu["affinity"] <= cpu["cores"]
@@ -58,7 +54,7 @@ def test_the_cpu_is_this_one() -> None:
     assert present == cpuinfo.cpu_flags() & {s["name"] for s in cpu["instruction_sets"]}
 
 
-def test_measurements_name_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_name_the_units(monkeypatch):
     able = Capabilities("cpu", "a CPU", kernels_of("x86_64"), frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"}))
     monkeypatch.setattr(cpu_module, "_capabilities", lambda: able)
     found = conditions(load())
@@ -70,7 +66,7 @@ def test_measurements_name_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE"])
-def test_a_bad_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_bad_variable_is_a_warning(monkeypatch, name):
     monkeypatch.setenv(name, "fp17")
     found = info()
     assert found["mode"]["name"] is None
@@ -80,7 +76,7 @@ def test_a_bad_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch, name: str)
     assert (row["value"], row["effect"]) == ("fp17", "refused")
 
 
-def test_the_mode_in_force_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_in_force_and_why(monkeypatch):
     monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
     assert (info()["mode"]["name"], info()["mode"]["source"]) == ("bf16", "LOWPREC_MATH_MODE")
     with lowprec.math_mode("tf32"):
@@ -95,12 +91,12 @@ def test_the_mode_in_force_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+def x86_64(monkeypatch):
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "x86_64")
 
 
 @pytest.fixture
-def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def another(monkeypatch):
     """The capabilities are found again, and those of this machine afterwards."""
     cpu_module._capabilities.cache_clear()
     yield
@@ -109,7 +105,7 @@ def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("another")
-def test_outside_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_x86_64(monkeypatch):
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(cpuinfo, "system_flags", frozenset)
     monkeypatch.setattr(library, "units", lambda: frozenset({"fp32_neon", "bf16_neon"}))
@@ -119,7 +115,7 @@ def test_outside_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("x86_64", "another")
-def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tile_units(monkeypatch):
     monkeypatch.setattr(cpuinfo, "system_flags", lambda: frozenset({"avx2"}))
     monkeypatch.setattr(library, "units", lambda: frozenset({"fp32_avx2"}))
     found = info()
@@ -132,13 +128,13 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("another")
-def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels(monkeypatch):
     why = "built without kernels (no compiler)"
     monkeypatch.setattr(library, "unavailable_reason", lambda: why)
     monkeypatch.setattr(library, "units", frozenset)
     monkeypatch.setattr("lowprec.errors._given", set())
 
-    def version(name: str) -> str:
+    def version(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
@@ -167,9 +163,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (frozenset(), "ARMV8", None, None),
     ],
 )
-def test_a_blas_below_the_machine(
-    flags: frozenset[str], core_type: str | None, held: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blas_below_the_machine(flags, core_type, held, says, monkeypatch):
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: flags)
     monkeypatch.setattr(cpu_module, "_numpys_core_type", lambda: core_type)
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
@@ -183,7 +177,7 @@ def test_a_blas_below_the_machine(
         assert says in warnings[0]
 
 
-def test_the_kernels_of_numpys_blas_are_those_that_threadpoolctl_finds() -> None:
+def test_the_kernels_of_numpys_blas_are_those_that_threadpoolctl_finds():
     controlling = pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed")
     found = {
         x["architecture"]
@@ -194,7 +188,7 @@ def test_the_kernels_of_numpys_blas_are_those_that_threadpoolctl_finds() -> None
     assert found == set() if core_type is None else found == {core_type}
 
 
-def test_an_nvidia_driver_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_nvidia_driver_that_is_of_no_use(monkeypatch, tmp_path):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65\nGCC version:\n")
     monkeypatch.setattr(module, "_NVIDIA_DRIVER", driver)
@@ -207,9 +201,7 @@ def test_an_nvidia_driver_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp
     assert not any("NVIDIA driver" in w for w in info()["warnings"])
 
 
-def test_the_command_shows_a_device_of_which_little_is_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_a_device_of_which_little_is_known(monkeypatch, capsys):
     device = {"device": "ext_dev:0", "name": "a stranger", "memory_bytes": 3 << 30}
     facts = info()
     facts["devices"].append(device)
@@ -220,7 +212,7 @@ def test_the_command_shows_a_device_of_which_little_is_known(
     assert "3.0 GiB" in shown
 
 
-def test_the_command_shows_the_switches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_switches(monkeypatch, capsys):
     rows = (
         SwitchRow("torch", "get_float32_matmul_precision()", "medium", "process"),
         SwitchRow("cupy", None, None, "process", "OSError: no driver"),
@@ -233,7 +225,7 @@ def test_the_command_shows_the_switches(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "cannot be read: OSError: no driver" in shown
 
 
-def test_it_is_a_dictionary_that_prints_as_tables() -> None:
+def test_it_is_a_dictionary_that_prints_as_tables():
     found = lowprec.info()
     assert isinstance(found, dict)
     assert json.loads(json.dumps(found))["version"] == found["version"]

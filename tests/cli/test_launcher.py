@@ -1,15 +1,12 @@
 """The words of ``lowprec run``, and what it starts."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -20,8 +17,8 @@ REPLACE = os.execve
 
 
 @pytest.fixture(autouse=True)
-def _somewhere(empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace(*what: object) -> None:
+def _somewhere(empty_folder, monkeypatch):
+    def replace(*what):
         raise AssertionError("the process of the tests is not to become another program")
 
     monkeypatch.setattr(os, "execve", replace)
@@ -37,13 +34,13 @@ class Started(NamedTuple):
 
 
 @pytest.fixture
-def started(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
+def started(command, monkeypatch):
     """What ``lowprec run`` with these words would start."""
     write("")
     write("", "-m.py")
 
-    def run(*words: str) -> Started:
-        found: list[tuple[Sequence[str], Mapping[str, str]]] = []
+    def run(*words):
+        found = []
         monkeypatch.setattr(run_command, "start", lambda *what: found.append(what) or 0)
         code, out, err = command("run", *words)
         assert (code, out) == (0, "")
@@ -71,7 +68,7 @@ def started(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cal
         ("-- -m.py -x", "-- -m.py -x"),
     ],
 )
-def test_words(started: Callable[..., Started], words: str, program: str) -> None:
+def test_words(started, words, program):
     assert started(*TF32, *words.split()).program == program.split()
 
 
@@ -98,14 +95,7 @@ def test_words(started: Callable[..., Started], words: str, program: str) -> Non
         (GUARD, {"LOWPREC_FORCE_MATH_MODE": "bf16"}, (None, "bf16", "1", "fp32_guard"), ""),
     ],
 )
-def test_settings_already_in_the_environment(
-    started: Callable[..., Started],
-    monkeypatch: pytest.MonkeyPatch,
-    words: Sequence[str],
-    before: Mapping[str, str],
-    after: tuple[str | None, ...],
-    note: str,
-) -> None:
+def test_settings_already_in_the_environment(started, monkeypatch, words, before, after, note):
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     found = started(*words, "script.py")
@@ -141,23 +131,21 @@ def test_settings_already_in_the_environment(
         ("--guard script.py/x", "lowprec: cannot read script.py/x: Not a directory"),
     ],
 )
-def test_mistakes(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
+def test_mistakes(refused, monkeypatch, words, says):
     monkeypatch.setattr(run_command, "start", None)
     write("")
     assert says in refused("run", *words.split())
 
 
 @pytest.mark.parametrize("variable", ["LOWPREC_FORCE_MATH_MODE", "LOWPREC_FP32_GUARD"])
-def test_a_bad_variable_is_refused_before_anything_runs(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_a_bad_variable_is_refused_before_anything_runs(refused, monkeypatch, variable):
     monkeypatch.setattr(run_command, "start", None)
     monkeypatch.setenv(variable, "fp17")
     assert f"variable {variable}" in refused("run", *TF32, write(""))
 
 
-def test_a_script_that_must_not_be_read(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*how: object) -> None:
+def test_a_script_that_must_not_be_read(refused, monkeypatch):
+    def refuse(*how):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     # Not by the file's mode: root may read every file.
@@ -167,8 +155,8 @@ def test_a_script_that_must_not_be_read(refused: Callable[..., str], monkeypatch
 
 
 @posix
-def test_a_pipe_is_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*how: object) -> None:
+def test_a_pipe_is_left_to_the_program(monkeypatch):
+    def refuse(*how):
         raise AssertionError("opened")
 
     os.mkfifo("pipe")
@@ -180,9 +168,7 @@ def test_a_pipe_is_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")])
-def test_a_python_that_ignores_the_environment_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, option: str, flag: str
-) -> None:
+def test_a_python_that_ignores_the_environment_is_refused(refused, monkeypatch, option, flag):
     flags = SimpleNamespace(isolated=0, ignore_environment=0, no_site=0)
     setattr(flags, flag, 1)
     fake = SimpleNamespace(executable=sys.executable, flags=flags, orig_argv=sys.orig_argv)
@@ -199,9 +185,7 @@ def test_a_python_that_ignores_the_environment_is_refused(
         (run_command, "STARTUP", os.pathsep.join("ab"), "PYTHONPATH cannot name it"),
     ],
 )
-def test_a_program_that_cannot_be_started_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: str, said: str
-) -> None:
+def test_a_program_that_cannot_be_started_is_refused(refused, monkeypatch, where, name, value, said):
     monkeypatch.setattr(where, name, value)
     assert said in refused("run", *GUARD, write(""))
 
@@ -223,26 +207,24 @@ def test_a_program_that_cannot_be_started_is_refused(
         ("python --check-hash-based-pycs never -B x.py", "--check-hash-based-pycs never -B"),
     ],
 )
-def test_interpreter_options(words: str, options: str) -> None:
+def test_interpreter_options(words, options):
     assert run_command.interpreter_options(words.split()) == options.split()
 
 
-def test_an_interpreter_that_cannot_be_started(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_cannot_be_started(refused, monkeypatch):
     monkeypatch.setattr(os, "execve", REPLACE)
     monkeypatch.setattr(run_command, "python_command", lambda program: ["./missing", *program])
     message = refused("run", *TF32, write(""))
     assert message == "lowprec: run: cannot start ./missing: No such file or directory\n"
 
 
-def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
-    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(command, monkeypatch):
     monkeypatch.setattr(run_command, "_REPLACES", False)
     assert command("run", *TF32, write("import sys; sys.exit(7)")).code == 7
 
 
 @posix
-def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -> None:
+def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c():
     child = "import os, signal, time; time.sleep(0.2); os.kill(os.getppid(), signal.SIGINT); time.sleep(0.2)"
     code = (
         "import os, sys; from lowprec.cli.commands.run import wait_for\n"
@@ -252,7 +234,7 @@ def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is in Python 3.11")
-def test_layers_are_read_from_a_file(started: Callable[..., Started], refused: Callable[..., str]) -> None:
+def test_layers_are_read_from_a_file(started, refused):
     Path("modes.toml").write_text('[layers]\nlm_head = "fp32"\n"*.mlp.*" = "BF16"\n')
     write("")
     found = started("--mode", "tf32", "--intercept", "--layers", "modes.toml", "script.py")

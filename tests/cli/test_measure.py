@@ -1,10 +1,7 @@
 """The timing of ``check``, on a simulated clock."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -14,12 +11,12 @@ from lowprec.checking import measure
 class _Clock:
     """A clock that only the measured calls move."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
         self.calls: list[tuple[str, int]] = []
 
-    def variant(self, name: str, cost: Callable[[int], float]) -> Callable[[int], None]:
-        def call(number: int) -> None:
+    def variant(self, name, cost):
+        def call(number):
             self.calls.append((name, number))
             self.now += cost(len(self.calls))
 
@@ -27,13 +24,13 @@ class _Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+def clock(monkeypatch):
     wound = _Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: wound.now)
     return wound
 
 
-def test_variants_take_turns_after_an_untimed_call(clock: _Clock) -> None:
+def test_variants_take_turns_after_an_untimed_call(clock):
     variants = {n: clock.variant(n, lambda _: 0.01) for n in ("a", "b", "c")}
     timings = measure.take_turns(variants, 3, budget=100)
     turns = [name for name, _ in clock.calls]
@@ -42,25 +39,25 @@ def test_variants_take_turns_after_an_untimed_call(clock: _Clock) -> None:
     assert timings["a"].median == pytest.approx(0.01)
 
 
-def test_the_untimed_call_is_not_counted(clock: _Clock) -> None:
+def test_the_untimed_call_is_not_counted(clock):
     # Every other call is slow: the untimed ones.
     call = clock.variant("a", lambda count: 5.0 if count % 2 else 0.25)
     assert measure.take_turns({"a": call}, 3, budget=100)["a"].samples == (0.25, 0.25, 0.25)
 
 
-def test_operands_are_rotated(clock: _Clock) -> None:
+def test_operands_are_rotated(clock):
     measure.take_turns({"a": clock.variant("a", lambda _: 0.01)}, 3, budget=100)
     assert [number for _, number in clock.calls] == [0, 1, 1, 2, 2, 3]
 
 
-def test_short_calls_are_repeated(clock: _Clock) -> None:
+def test_short_calls_are_repeated(clock):
     timing = measure.take_turns({"a": clock.variant("a", lambda _: 1e-4)}, 1, budget=100)["a"]
     # One untimed call and 1 ms of timed ones.
     assert 1 + 9 <= len(clock.calls) <= 1 + 10
     assert timing.median == pytest.approx(1e-4)
 
 
-def test_the_budget_ends_it_after_three_rounds(clock: _Clock) -> None:
+def test_the_budget_ends_it_after_three_rounds(clock):
     timings = measure.take_turns({"a": clock.variant("a", lambda _: 1.0)}, 50, budget=9)
     # A round takes 2 s: the one that begins at 8 s is the last.
     assert len(timings["a"].samples) == 5
@@ -69,7 +66,7 @@ def test_the_budget_ends_it_after_three_rounds(clock: _Clock) -> None:
 
 
 @pytest.mark.parametrize(("slow", "budget", "rounds"), [(0, 99, 7), (8, 99, 33), (1000, 9, 15)])
-def test_rounds_are_repeated_while_times_spread(clock: _Clock, slow: int, budget: float, rounds: int) -> None:
+def test_rounds_are_repeated_while_times_spread(clock, slow, budget, rounds):
     # Each round has an untimed call and a timed one, of 0.25 s; every other of the first 2 * slow samples takes 0.5 s.
     # The upper quartile of 33 samples is the ninth from above, the first that 8 slow ones leave at 0.25 s. In 9 s begin
     # 15 rounds, of 0.5 s and 0.75 s in turn.
@@ -78,13 +75,13 @@ def test_rounds_are_repeated_while_times_spread(clock: _Clock, slow: int, budget
     assert (len(found.samples), found.is_noisy) == (rounds, slow > 99)
 
 
-def test_the_speedup_is_the_median_of_ratios() -> None:
+def test_the_speedup_is_the_median_of_ratios():
     base, other = measure.Timing((4.0, 1.0, 9.0)), measure.Timing((2.0, 1.0, 3.0))
     assert other.speedup_over(base) == 2.0
     assert base.median == 4.0
 
 
-def test_the_spread_is_half_the_interquartile_range() -> None:
+def test_the_spread_is_half_the_interquartile_range():
     # Quartiles of 1..5 are 2 and 4, around a median of 3.
     assert measure.Timing((5.0, 1.0, 3.0, 2.0, 4.0)).spread == pytest.approx(1 / 3)
     assert measure.Timing((7.0,)).spread is None
@@ -94,13 +91,13 @@ def test_the_spread_is_half_the_interquartile_range() -> None:
 @pytest.mark.parametrize(
     ("average", "cpus", "busy"), [(0.5, 2, False), (0.6, 2, True), (3.9, 16, False), (5, 16, True)]
 )
-def test_a_busy_machine_is_reported_of(average: float, cpus: int, busy: bool) -> None:
+def test_a_busy_machine_is_reported_of(average, cpus, busy):
     remark = measure.Load(average, cpus).remark
     assert bool(remark) is busy
     assert not busy or f"load average {average:.1f} on {cpus} CPUs" in remark
 
 
-def test_where_the_system_has_no_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_has_no_load_average(monkeypatch):
     monkeypatch.delattr(os, "getloadavg", raising=False)
     assert measure.load().average is None
     assert measure.load().remark == ""

@@ -1,10 +1,7 @@
 """A mistake of the user is one line on standard error and exit code 2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]) -> None:
+def _somewhere(tmp_path, monkeypatch, files):
     """Work in a folder with A.npy (24, 40), B.npy (40, 16) and some that do not go with them."""
     monkeypatch.chdir(tmp_path)
     np.save("wrong.npy", np.ones((7, 5), np.float32))
@@ -68,11 +65,11 @@ PRODUCT = ("plan", "A.npy", "B.npy")
         (("check", "--seed", "9" * 5000), "is too large"),
     ],
 )
-def test_words(refused: Refused, words: tuple[str, ...], says: str) -> None:
+def test_words(refused, words, says):
     assert says in refused(*words)
 
 
-def test_no_words_at_all(command: Callable[..., Any]) -> None:
+def test_no_words_at_all(command):
     code, out, err = command()
     assert (code, out) == (2, "")
     assert command("--help").out == err
@@ -92,7 +89,7 @@ def test_no_words_at_all(command: Callable[..., Any]) -> None:
         ("A.npy", "int64.npy", "int64"),
     ],
 )
-def test_operands(refused: Refused, name: str, a: str, b: str, says: str) -> None:
+def test_operands(refused, name, a, b, says):
     assert says in refused(name, a, b)
 
 
@@ -105,7 +102,7 @@ def test_operands(refused: Refused, name: str, a: str, b: str, says: str) -> Non
         ("A.npy/C.csv", "does not exist"),
     ],
 )
-def test_output(refused: Refused, monkeypatch: pytest.MonkeyPatch, output: str, says: str) -> None:
+def test_output(refused, monkeypatch, output, says):
     # Refused before the operands are even read.
     monkeypatch.setattr(np.lib.format, "read_array", None)
     assert says in refused("check", "A.npy", "B.npy", "--csv", output)
@@ -113,9 +110,7 @@ def test_output(refused: Refused, monkeypatch: pytest.MonkeyPatch, output: str, 
 
 @pytest.mark.parametrize("variable", ["LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE"])
 @pytest.mark.parametrize("words", [PRODUCT, ("check", "A.npy", "B.npy")])
-def test_environment_variable(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, variable: str, words: tuple[str, ...]
-) -> None:
+def test_environment_variable(refused, monkeypatch, variable, words):
     monkeypatch.setenv(variable, "fp17")
     message = refused(*words)
     assert variable in message

@@ -1,11 +1,8 @@
 """Tables and progress, with and without a terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,23 +18,23 @@ TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "10
 
 
 class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def _terminal(monkeypatch: pytest.MonkeyPatch, stream: str) -> _Terminal:
+def _terminal(monkeypatch, stream):
     terminal = _Terminal()
     monkeypatch.setattr(sys, stream, terminal)
     return terminal
 
 
-def test_no_terminal_no_drawing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_terminal_no_drawing(capsys):
     output.print_tables([TABLE])
     assert capsys.readouterr().out == plain_text(TABLE) + "\n"
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_terminal_gets_a_bold_title(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+def test_a_terminal_gets_a_bold_title(monkeypatch, term):
     terminal = _terminal(monkeypatch, "stdout")
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "80")
@@ -47,7 +44,7 @@ def test_a_terminal_gets_a_bold_title(monkeypatch: pytest.MonkeyPatch, term: str
     assert terminal.getvalue().startswith(f"\x1b[1m{TABLE.title}\x1b[0m" if term == "xterm" else TABLE.title)
 
 
-def test_a_terminal_shows_the_current_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_current_step(monkeypatch):
     terminal = _terminal(monkeypatch, "stderr")
     monkeypatch.setenv("COLUMNS", "30")
     with progress("check", 2) as step:
@@ -60,17 +57,17 @@ def test_a_terminal_shows_the_current_step(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("value", "shown"), [(0.0, "0.00 us"), (2.5e-6, "2.50 us"), (1e-3, "1.00 ms"), (0.1234, "123 ms"), (250.0, "250 s")]
 )
-def test_seconds(value: float, shown: str) -> None:
+def test_seconds(value, shown):
     assert seconds(value) == shown
 
 
-def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_no_infinity(capsys):
     output.print_json({"a": [float("inf"), (float("nan"), 1.5)], "b": None})
     words = "".join(capsys.readouterr().out.split())
     assert words == '{"a":[null,[null,1.5]],"b":null}'
 
 
-def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_columns_give_way(monkeypatch):
     table = Table("T", ["name", "first", ">second"], [["n" * 40, "f" * 20, "s" * 20]], ["first"])
     for width, shown in ((120, True), (80, False)):
         terminal = _terminal(monkeypatch, "stdout")
@@ -101,9 +98,7 @@ OUTPUTS = (
 
 
 @pytest.mark.parametrize("words", OUTPUTS, ids=" ".join)
-def test_no_word_is_broken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator, words: tuple[str, ...]
-) -> None:
+def test_no_word_is_broken(monkeypatch, tmp_path, rng, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "cache")
     np.save("A.npy", rng.standard_normal((24, 40), dtype=np.float32))

@@ -1,15 +1,11 @@
 """The commands that ``docs/cli.md`` shows run, and the keys that it lists are those of the documents."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +25,13 @@ QUICK = {"check": ["--rounds", "1"]}
 
 
 @pytest.fixture
-def _operands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def _operands(tmp_path, monkeypatch, rng):
     monkeypatch.chdir(tmp_path)
     np.save("A.npy", rng.standard_normal((1024, 512), dtype=np.float32))
     np.save("B.npy", rng.standard_normal((512, 2048), dtype=np.float32))
 
 
-def test_the_programs_print_the_output_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_print_the_output_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"^```python\n(# train.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     Path("train.py").write_text(program)
@@ -46,14 +42,14 @@ def test_the_programs_print_the_output_of_the_page(tmp_path: Path, monkeypatch: 
         assert f"$ lowprec {shlex.join(words)}\n{done.stdout}" in PAGE
 
 
-def _listed(heading: str) -> set[str]:
+def _listed(heading):
     """The names in backquotes under a heading."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return set(re.findall(r"`([a-z_]+)`", section))
 
 
 @pytest.mark.usefixtures("_operands")
-def test_the_commands_run(command: Callable[..., Any]) -> None:
+def test_the_commands_run(command):
     assert {words[0] for words in COMMANDS} == {"info", "plan", "check", "autotune"}
     codes = [command(*words, *QUICK.get(words[0], [])).code for words in COMMANDS]
     # The page begins with two mistakes.
@@ -61,7 +57,7 @@ def test_the_commands_run(command: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("_operands")
-def test_the_mistakes_give_the_errors_of_the_page(command: Callable[..., Any]) -> None:
+def test_the_mistakes_give_the_errors_of_the_page(command):
     for words in COMMANDS[:2]:
         assert command(*words).err in PAGE
 
@@ -75,7 +71,7 @@ def test_the_mistakes_give_the_errors_of_the_page(command: Callable[..., Any]) -
         ("autotune", ["autotune", "--shapes", "8x8", "8x8"], "results"),
     ],
 )
-def test_the_keys_are_listed(command: Callable[..., Any], heading: str, words: list[str], inner: str | None) -> None:
+def test_the_keys_are_listed(command, heading, words, inner):
     found = json.loads(command(*words, "--json").out)
     keys = set(found)
     for item in found[inner] if inner else []:

@@ -1,7 +1,5 @@
 """The command as a process: entry points, streams, signals, what a defect looks like."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -9,10 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +19,12 @@ from lowprec.cli.commands import info, plan
 from support.commands import in_child
 from support.programs import run_python
 
-Files = tuple[Path, Path]
-Command = Callable[..., Any]
 MODULE = (sys.executable, "-m", "lowprec")
 fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 
 
-def _run(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
+def _run(*words, **how):
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
     return subprocess.run([*MODULE, *map(str, words)], text=True, check=False, timeout=120, **how)
 
@@ -38,7 +32,7 @@ def _run(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
 # -- entry points ---------------------------------------------------------------------------------
 
 
-def test_the_installed_script_is_the_same_program() -> None:
+def test_the_installed_script_is_the_same_program():
     folder = sysconfig.get_path("scripts")
     script = shutil.which("lowprec", path=folder)
     assert script is not None, f"no script lowprec in {folder}; install the package"
@@ -47,14 +41,14 @@ def test_the_installed_script_is_the_same_program() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "info", "plan", "check", "autotune", "run"])
-def test_help(name: str, command: Command) -> None:
+def test_help(name, command):
     code, out, err = command(*filter(None, [name]), "--help")
     assert (code, err) == (0, "")
     assert out.startswith("usage: lowprec")
     assert f"  lowprec {name}".rstrip() in out.partition("examples:")[2]
 
 
-def test_info_imports_no_framework() -> None:
+def test_info_imports_no_framework():
     code = (
         "import sys, lowprec.cli; lowprec.cli.main(['info', '--json'])\n"
         "heavy = {'torch', 'jax', 'numba', 'cupy', 'scipy'} & set(sys.modules)\n"
@@ -67,14 +61,14 @@ def test_info_imports_no_framework() -> None:
 
 
 @fork
-def test_an_operand_from_standard_input(files: Files) -> None:
+def test_an_operand_from_standard_input(files):
     done = in_child("plan", "-", files[1], stdin=files[0].read_bytes())
     assert (done.code, done.out.decode()) == (0, f"{lowprec.plan(*map(np.load, files))}\n")
 
 
 @fork
 @pytest.mark.parametrize("path", ["-", "/dev/stdout"])
-def test_a_table_on_standard_output_is_alone_there(path: str) -> None:
+def test_a_table_on_standard_output_is_alone_there(path):
     done = in_child("check", "--sizes", 8, "--rounds", 1, "--modes", "tf32", "--csv", path)
     lines = done.out.decode().splitlines()
     assert (done.code, len(lines)) == (0, 1 + 2)
@@ -90,7 +84,7 @@ writes = pytest.mark.parametrize(
 )
 
 
-def _pipe_without_reader() -> Any:
+def _pipe_without_reader():
     reader, writer = os.pipe()
     os.close(reader)
     return open(writer, "wb")
@@ -98,7 +92,7 @@ def _pipe_without_reader() -> Any:
 
 @fork
 @writes
-def test_a_reader_that_goes_away_is_no_defect(words: tuple[str, ...], unbuffered: bool) -> None:
+def test_a_reader_that_goes_away_is_no_defect(words, unbuffered):
     with _pipe_without_reader() as pipe:
         done = in_child(*words, out=pipe, unbuffered=unbuffered)
     assert (done.code, done.err) == (141, b"")
@@ -107,7 +101,7 @@ def test_a_reader_that_goes_away_is_no_defect(words: tuple[str, ...], unbuffered
 @fork
 @full_disk
 @writes
-def test_a_full_disk_behind_standard_output_is_reported(words: tuple[str, ...], unbuffered: bool) -> None:
+def test_a_full_disk_behind_standard_output_is_reported(words, unbuffered):
     with open("/dev/full", "wb") as full:
         done = in_child(*words, out=full, unbuffered=unbuffered)
     assert (done.code, done.err) == (2, b"lowprec: cannot write to standard output: No space left on device\n")
@@ -115,13 +109,13 @@ def test_a_full_disk_behind_standard_output_is_reported(words: tuple[str, ...], 
 
 @fork
 @pytest.mark.parametrize("words", WRITES)
-def test_a_closed_standard_output_is_reported(words: tuple[str, ...]) -> None:
+def test_a_closed_standard_output_is_reported(words):
     done = in_child(*words, out=None)
     assert (done.code, done.err) == (2, b"lowprec: cannot write to standard output: it is closed\n")
 
 
 @full_disk
-def test_the_end_of_the_interpreter_adds_nothing() -> None:
+def test_the_end_of_the_interpreter_adds_nothing():
     """Its own last flush of a stream that has failed."""
     with _pipe_without_reader() as pipe, open("/dev/full", "w") as full:
         gone, disk = _run("info", stdout=pipe), _run("info", stdout=full)
@@ -134,9 +128,9 @@ def test_the_end_of_the_interpreter_adds_nothing() -> None:
 @fork
 @full_disk
 @pytest.mark.parametrize("stream", ["closed", "full", "closed with standard input"])
-def test_a_closed_standard_error_changes_no_exit_code(stream: str) -> None:
+def test_a_closed_standard_error_changes_no_exit_code(stream):
     with open("/dev/full", "wb") as full:
-        how: Any = {"err": full if stream == "full" else None, "stdin": None if "input" in stream else b""}
+        how = {"err": full if stream == "full" else None, "stdin": None if "input" in stream else b""}
         mistake = in_child("check", "missing.npy", "B.npy", **how)
         # It has a remark for standard error.
         done = in_child("check", "--sizes", 8, "--rounds", 1, "--dtype", "int8", **how)
@@ -150,9 +144,7 @@ def test_a_closed_standard_error_changes_no_exit_code(stream: str) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="file names are text on Windows")
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 @pytest.mark.parametrize("name", [b"\xff.npy", "\u2200.npy".encode()])
-def test_a_name_that_cannot_be_printed(
-    tmp_path: Path, files: Files, encoding: str, name: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_cannot_be_printed(tmp_path, files, encoding, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = os.fsdecode(name)
     try:
@@ -172,10 +164,10 @@ def test_a_name_that_cannot_be_printed(
 # -- messages -------------------------------------------------------------------------------------
 
 
-def test_a_warning_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_is_one_line(command, monkeypatch):
     warning = lowprec.LowprecWarning("of two\nlines")
 
-    def warn(_: Any) -> int:
+    def warn(_):
         output.note(warnings.formatwarning(warning, type(warning), "file.py", 1).rstrip())
         return 0
 
@@ -183,20 +175,20 @@ def test_a_warning_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch
     assert command("info").err == "lowprec: warning: of two lines\n"
 
 
-def test_ctrl_c(command: Command, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c(command, files, monkeypatch):
     monkeypatch.setattr(plan, "read_array", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     done = command("plan", *files)
     assert (done.code, done.err) == (128 + signal.SIGINT, "lowprec: interrupted\n")
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(info, "info", lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         main(["info"])
 
 
 @pytest.mark.parametrize("module", ["numpy", "lowprec.arrays", "lowprec.cli.output"])
-def test_ctrl_c_during_the_imports(module: str) -> None:
+def test_ctrl_c_during_the_imports(module):
     code = f"""
         import os, signal, sys
 

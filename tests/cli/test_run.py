@@ -3,12 +3,9 @@
 Each program runs twice, under ``python`` and under ``lowprec run``; what can be seen from outside must be the same.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +40,7 @@ ENDS = {
 @pytest.mark.parametrize("under", [TF32, GUARD], ids=["mode", "guard"])
 @pytest.mark.parametrize(("text", "code"), ENDS.values(), ids=ENDS)
 @pytest.mark.sampled(2)
-def test_a_program_ends_as_it_does(text: str, code: int, under: Sequence[str]) -> None:
+def test_a_program_ends_as_it_does(text, code, under):
     assert same(write(text), under=under).code == code
 
 
@@ -62,14 +59,14 @@ print(sorted(sys.modules.keys() - {"atexit"}), list(sys.path_importer_cache))  #
     [(), ("-W", "error"), ("-Wdefault", "-Xdev", "-X", "utf8", "-u"), ("-OO", "-bb", "-P"), ("-sB",)],
     ids=" ".join,
 )
-def test_a_script_sees_itself(options: Sequence[str]) -> None:
+def test_a_script_sees_itself(options):
     # Python 3.10 has no -P.
     usable = [o for o in options if o != "-P" or sys.version_info >= (3, 11)]
     seen = same(write(FACTS), "--guard", "--help", "--", "-m", options=usable)
     assert "['script.py', '--guard', '--help', '--', '-m']" in seen.out
 
 
-def test_a_module_sees_itself() -> None:
+def test_a_module_sees_itself():
     write("", "package/__init__.py")
     write(FACTS, "package/part.py")
     write(FACTS, "package/__main__.py")
@@ -77,7 +74,7 @@ def test_a_module_sees_itself() -> None:
     assert "package.__main__" in same("-m", "package", "x").out
 
 
-def test_a_folder_and_an_archive_see_themselves() -> None:
+def test_a_folder_and_an_archive_see_themselves():
     write(FACTS, "folder/__main__.py")
     same("folder", "argument")
     with zipfile.ZipFile("archive.zip", "w") as archive:
@@ -86,12 +83,12 @@ def test_a_folder_and_an_archive_see_themselves() -> None:
 
 
 @pytest.mark.parametrize("words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join)
-def test_errors_of_python_are_unchanged(words: Sequence[str]) -> None:
+def test_errors_of_python_are_unchanged(words):
     Path("empty").mkdir()
     assert same(*words).code != 0
 
 
-def test_standard_input_is_the_program_s() -> None:
+def test_standard_input_is_the_program_s():
     script = write("import sys\nprint(sys.stdin.readline().upper(), input())")
     assert same(script, stdin="one\ntwo\n").out == "ONE\n two\n"
     seen = same("-", "argument", stdin=f"{FACTS}\n1 / 0\n")
@@ -99,7 +96,7 @@ def test_standard_input_is_the_program_s() -> None:
     assert '  File "<stdin>", line 9, in <module>' in seen.err
 
 
-def test_a_script_that_looks_like_an_option() -> None:
+def test_a_script_that_looks_like_an_option():
     script = write("import sys\nprint(sys.argv, __file__)", "-x.py")
     plain = same("--", script, "-y")
     assert plain.out.startswith("['-x.py', '-y']")

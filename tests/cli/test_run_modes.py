@@ -1,10 +1,7 @@
 """``lowprec run``: libraries are imported as ever, and the program, its threads and its children are under the mode."""
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
     ["def f():\n    raise RuntimeError('no driver')\nf()", "import missing_module", "x = ("],
     ids=["raises", "lacks", "syntax"],
 )
-def test_a_library_that_fails_looks_as_it_does(text: str) -> None:
+def test_a_library_that_fails_looks_as_it_does(text):
     write(text, "tensorflow.py")
     assert same(write("import tensorflow"), under=GUARD).code == 1
 
 
-def test_the_user_s_own_sitecustomize_runs() -> None:
+def test_the_user_s_own_sitecustomize_runs():
     write("import tensorflow\nnoted = __name__, __file__", "own/sitecustomize.py")
     write(LIBRARY, "own/tensorflow.py")
     where = {"PYTHONPATH": str(Path("own").resolve())}
@@ -40,7 +37,7 @@ def test_the_user_s_own_sitecustomize_runs() -> None:
     assert start(script, under=TF32, variables=where) == (0, "True\n", "")
 
 
-def test_two_copies_of_lowprec() -> None:
+def test_two_copies_of_lowprec():
     """The inner run is that of another virtual environment."""
     write(LIBRARY, "tensorflow.py")
     script = write(
@@ -59,7 +56,7 @@ def test_two_copies_of_lowprec() -> None:
     assert seen.err.count("of the program") == 1
 
 
-def test_a_finder_that_asks_all_others() -> None:
+def test_a_finder_that_asks_all_others():
     write(LIBRARY, "tensorflow.py")
     script = write("""
         import sys
@@ -105,13 +102,13 @@ thread.join()
     ],
     ids=str,
 )
-def test_the_mode_is_in_force(under: Sequence[str], found: str, message: str) -> None:
+def test_the_mode_is_in_force(under, found, message):
     write(LIBRARY, "tensorflow.py")
     seen = without_note(start(write(LATE), under=under))
     assert seen == (0, 2 * found, message and f"lowprec run --mode bf16 {message}")
 
 
-def test_a_library_that_the_guard_cannot_hold_is_not_imported() -> None:
+def test_a_library_that_the_guard_cannot_hold_is_not_imported():
     write("", "tensorflow.py")
     script = write("""
         import sys
@@ -139,7 +136,7 @@ def test_a_library_that_the_guard_cannot_hold_is_not_imported() -> None:
     ],
     ids=["mode", "guard"],
 )
-def test_a_python_without_lowprec(under: Sequence[str], shown: str) -> None:
+def test_a_python_without_lowprec(under, shown):
     write(LIBRARY, "folder/tensorflow.py")
     # The folder of the script comes first for the program, and not for the launcher.
     write("raise ImportError('none here')", "folder/lowprec.py")
@@ -169,7 +166,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("under", "shown"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"])
-def test_children_are_under_the_mode(under: Sequence[str], shown: str) -> None:
+def test_children_are_under_the_mode(under, shown):
     write(LIBRARY, "tensorflow.py")
     places = [*multiprocessing.get_all_start_methods(), "subprocess", "grandchild"]
     seen = start(write(CHILDREN), under=under, options=["-W", "ignore"])
@@ -186,7 +183,7 @@ print(tensorflow.switch.tf32)
 """
 
 
-def test_a_switch_that_the_program_sets_is_kept_and_reported_under_the_guard() -> None:
+def test_a_switch_that_the_program_sets_is_kept_and_reported_under_the_guard():
     write(LIBRARY, "tensorflow.py")
     seen = start(write(SETS), under=GUARD)
     assert seen.out == "True\nFalse\nTrue\n"
@@ -234,7 +231,7 @@ if __name__ == "__main__":
     ids=["mode", "guard"],
 )
 @pytest.mark.sweep
-def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
+def test_pytorch(under, word, is_full):
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(REAL), "torch", under=under)
     # Many a CPU computes in full FP32 whatever the switch says.
@@ -244,7 +241,7 @@ def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
 
 
 @pytest.mark.sweep
-def test_pytorch_set_by_the_program_under_the_guard() -> None:
+def test_pytorch_set_by_the_program_under_the_guard():
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(REAL), "torch", "set", under=GUARD)
     low = medium_lowers(256)
@@ -258,7 +255,7 @@ def test_pytorch_set_by_the_program_under_the_guard() -> None:
     [pytest.param(("--mode", "bf16"), "bfloat16", marks=pytest.mark.sweep), (GUARD, "highest")],
     ids=["mode", "guard"],
 )
-def test_jax(under: Sequence[str], word: str) -> None:
+def test_jax(under, word):
     pytest.importorskip("jax", reason="jax is not installed")
     assert start(write(REAL), "jax", under=under) == (0, 3 * f"{word}\n", "")
 
@@ -274,7 +271,7 @@ print(layer.weight.grad[0, 0].item())
 
 
 @pytest.mark.sweep
-def test_products_of_pytorch_are_taken_and_shown() -> None:
+def test_products_of_pytorch_are_taken_and_shown():
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(STEP), under=("--mode", "bf16", "--intercept", "--profile"))
     assert (seen.code, seen.out) == (0, "3.0\n")
@@ -288,7 +285,7 @@ def test_products_of_pytorch_are_taken_and_shown() -> None:
     assert "lowprec.torch.intercept('fp32'): 2 taken" in seen.err
 
 
-def test_products_of_numpy_are_taken_and_shown() -> None:
+def test_products_of_numpy_are_taken_and_shown():
     script = write("""
         import numpy as np
         x = np.full((4, 4), 1 + 2.0**-12)
@@ -320,7 +317,7 @@ if __name__ == "__main__":
 
 @posix
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.sweep)])
-def test_products_of_workers_are_in_one_report(method: str) -> None:
+def test_products_of_workers_are_in_one_report(method):
     pytest.importorskip("torch", reason="torch is not installed")
     under = ("--mode", "bf16", "--intercept", "--layers", "Linear=fp32")
     seen = start(write(WORKERS), method, under=under)
@@ -330,7 +327,7 @@ def test_products_of_workers_are_in_one_report(method: str) -> None:
     assert [line.split()[-1] for line in seen.err.splitlines() if line.startswith("  Linear ")] == ["fp32"]
 
 
-def test_products_of_a_program_are_shown() -> None:
+def test_products_of_a_program_are_shown():
     script = write("""
         import atexit, numpy, lowprec
         a = numpy.ones((8, 8), numpy.float32)
@@ -345,7 +342,7 @@ def test_products_of_a_program_are_shown() -> None:
     assert "guard_variable" in seen.err
 
 
-def test_options_without_effect_are_reported() -> None:
+def test_options_without_effect_are_reported():
     seen = start(write("print(1)"), under=("--mode", "bf16", "--intercept", "--profile"))
     said = [
         "lowprec run --mode bf16: no product was affected (none was seen)\n",
@@ -365,7 +362,7 @@ def test_options_without_effect_are_reported() -> None:
         ("import os; os.fork()", False),  # reported once
     ],
 )
-def test_a_mode_that_affects_no_product_is_reported(text: str, is_affected: bool) -> None:
+def test_a_mode_that_affects_no_product_is_reported(text, is_affected):
     write(LIBRARY, "tensorflow.py")
     script = write(f"import numpy\na = numpy.ones((2, 2), numpy.float32)\n{text}")
     err = start(script, under=TF32).err

@@ -1,12 +1,8 @@
 """GPUs for the tests of this folder."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +19,7 @@ else:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item):
     """Put the features that a test covers, and the device, into the report."""
     marks = list(item.iter_markers("feature"))
     if not marks:
@@ -38,7 +34,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def kept_kernels(tmp_path_factory):
     """A cache of the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
@@ -46,28 +42,28 @@ def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def without_waiting_thread() -> None:
+def without_waiting_thread():
     """On software, tests count calls and decide when work runs, with which a polling thread would interfere."""
     if not device_fixture.has_real_gpu():
         memory._waiter.stop()
 
 
 @pytest.fixture
-def waiting_thread(software: device_fixture.SoftwareGpu) -> Iterator[None]:
+def waiting_thread(software):
     """The thread that releases operands polls in this test."""
     memory._waiter._is_stopped = False
     yield
     memory._waiter.stop()
 
 
-def _left(software: software_cuda.Software) -> dict[str, int]:
+def _left(software):
     """Count leaked objects; lowprec's own stream of a device stays, and memory that pytest still holds."""
     stays = {"streams", "blocks", "bytes"}
     return {name: count for name, count in software.live().items() if count and name not in stays}
 
 
 @pytest.fixture
-def cuda() -> Iterator[software_cuda.Software]:
+def cuda():
     """A software CUDA that lowprec does not use, for tests of its own; at the end no misuse may be left."""
     made = software_cuda.Software([software_cuda.DeviceModel()] * 2)
     yield made
@@ -76,7 +72,7 @@ def cuda() -> Iterator[software_cuda.Software]:
 
 
 @pytest.fixture
-def software() -> Iterator[device_fixture.SoftwareGpu]:
+def software():
     """The software CUDA in use by lowprec; at the end there may be no misuse, and no object may be left.
 
     cuBLAS, which multiplies if cuBLASLt does not, must not hide a refusal that the backend should have avoided.
@@ -103,7 +99,7 @@ def software() -> Iterator[device_fixture.SoftwareGpu]:
 
 
 @pytest.fixture
-def cache(software: device_fixture.SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(software, tmp_path, monkeypatch):
     """An empty cache on disk, and no plans or choices in memory."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     executors.clear_caches()
@@ -112,16 +108,15 @@ def cache(software: device_fixture.SoftwareGpu, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest) -> device_fixture.Gpu:
+def gpu(request):
     """A GPU: a real one if the environment says that there is one, else software."""
     if device_fixture.has_real_gpu():
         return device_fixture.TorchGpu()
-    found: device_fixture.Gpu = request.getfixturevalue("software")
-    return found
+    return request.getfixturevalue("software")
 
 
 @pytest.fixture
-def cupy(software: device_fixture.SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[software_cuda.Cupy]:
+def cupy(software, monkeypatch):
     """A CuPy on the software devices."""
     made = software_cuda.Cupy(software.software.runtime)
     monkeypatch.setitem(sys.modules, "cupy", made)
@@ -134,7 +129,7 @@ def cupy(software: device_fixture.SoftwareGpu, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(params=device_libraries.STREAMED if HAS_BINDINGS else ())
-def library(request: pytest.FixtureRequest) -> device_libraries.StreamedLibrary:
+def library(request):
     """A library with streams of its own: each real one if there is a real device, else software."""
     if not device_fixture.has_real_gpu():
         return device_libraries.SoftwareCupy(request.getfixturevalue("cupy"))

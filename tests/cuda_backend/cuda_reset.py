@@ -1,9 +1,6 @@
 """Puts the CUDA backend back to where it was before its first product, on whichever libraries are in use."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
-from typing import Any
 
 from lowprec.backends.cuda import (
     autotune,
@@ -21,7 +18,7 @@ from lowprec.backends.cuda.libraries import loaded
 from lowprec.backends.cuda.runtime import call, on_device
 
 
-def reset() -> None:
+def reset():
     """Give back handles, events and pooled memory, each also where another fails; no product may be running.
 
     Executors stay valid and create what they need at their next call.
@@ -41,12 +38,12 @@ def reset() -> None:
         stack.callback(handles._streams.__init__, runtime.create_stream)
 
 
-def release_timing_events() -> None:
+def release_timing_events():
     """Destroy the events of unused stopwatches."""
     _events(autotune._idle, lambda events: events)
 
 
-def _events(by_device: dict[tuple[Any, int], Any], idle: Any) -> None:
+def _events(by_device, idle):
     found = loaded()
     for (owner, device), kept in list(by_device.items()):
         if found is not None and owner is found.runtime:
@@ -55,14 +52,14 @@ def _events(by_device: dict[tuple[Any, int], Any], idle: Any) -> None:
                     call("cudaEventDestroy", idle(kept).pop())
 
 
-def _handles(pool: handles.HandlePool, library: str) -> None:
+def _handles(pool, library):
     devices = dict(pool.devices)
-    pool.__init__(pool._create)  # type: ignore[misc]  # threads that live on have leases of the old one
+    pool.__init__(pool._create)  # threads that live on have leases of the old one
     with ExitStack() as stack:
         for handle, device in devices.items():
             stack.callback(_destroy, handle, device, library)
 
 
-def _destroy(handle: int, device: int, library: str) -> None:
+def _destroy(handle, device, library):
     with on_device(device):
         bindings.destroy_handle(handle, library)

@@ -1,7 +1,5 @@
 """Arrays on a GPU for tests: on the software CUDA, and for the same tests on a real device where there is one."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ from lowprec.arrays.dlpack import export
 from lowprec.arrays.quantized import QuantizedArray
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.formats import dtype_from_name
-from software_cuda import Software
 from software_cuda.runtime import host_bytes
 
 Array = np.ndarray[Any, Any]
@@ -23,19 +20,19 @@ Array = np.ndarray[Any, Any]
 _MARGIN_BYTES = 64
 
 
-def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
+def draw(seed, *shape, dtype=np.float32):
     """Return small whole numbers, which every format and order of summation keeps exact."""
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 
-def span(array: Array) -> tuple[int, int]:
+def span(array):
     """Return the bytes from the lowest element to the first one, and from that to the end of the highest."""
     below = sum(-s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s < 0)
     above = sum(s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s > 0)
     return below, above + array.itemsize
 
 
-def beyond_alignment(array: Array) -> int:
+def beyond_alignment(array):
     """Return the offset of a view from a multiple of 16, at which NumPy's own arrays begin."""
     return array.ctypes.data % 16 if array.size else 0
 
@@ -49,16 +46,16 @@ class Gpu:
     device's free memory once all work is done.
     """
 
-    def put(self, host: Array, device: int = 0) -> Any:
+    def put(self, host, device=0):
         """Return the array of :meth:`put_with_memory`."""
         return self.put_with_memory(host, device)[0]
 
-    def quantized(self, host: QuantizedArray) -> QuantizedArray:
+    def quantized(self, host):
         """Return a quantised array with codes and scales on the device."""
         parts = (None if x is None else self.put_bytes(x) for x in (host.codes, host.scales))
         return QuantizedArray(*parts, host.format, host.shape, host.axis, host.scale)
 
-    def put_bytes(self, host: Array) -> Any:
+    def put_bytes(self, host):
         """Return an array of uint8 with these elements."""
         raise NotImplementedError
 
@@ -66,13 +63,13 @@ class Gpu:
 class SoftwareArray:
     """An array in the memory of a software device, known by DLPack alone."""
 
-    def __init__(self, address: int, like: Array, device: int, owner: Any) -> None:
+    def __init__(self, address, like, device, owner):
         self.address = address
         self.like = like
         self.device = device
         self.owner = owner
 
-    def view(self) -> Array:
+    def view(self):
         dtype = NUMPY_DTYPES[dtype_from_name(self.like.dtype.name)]
         if 0 in self.like.shape:
             return np.empty(self.like.shape, dtype)
@@ -80,10 +77,10 @@ class SoftwareArray:
         memory = memory_at(self.address - below, self.owner)
         return np.ndarray(self.like.shape, dtype, memory, below, self.like.strides)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, self.device)
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         dtype = dtype_from_name(self.like.dtype.name)
         return export(self.view(), dtype, max_version, device=Device(2, self.device), copied=False)
 
@@ -91,21 +88,21 @@ class SoftwareArray:
 class SoftwareBytes(SoftwareArray):
     """An array of uint8 with as much of the Array API as quantised arrays need."""
 
-    def __init__(self, made: SoftwareArray) -> None:
+    def __init__(self, made):
         super().__init__(made.address, made.like, made.device, made.owner)
         self.shape, self.dtype, self.nbytes = made.like.shape, np.dtype(np.uint8), made.like.nbytes
 
-    def __array_namespace__(self) -> Any:
+    def __array_namespace__(self):
         return SimpleNamespace(int8=np.int8, permute_dims=None, reshape=None)
 
-    def view(self, dtype: Any = None) -> Any:  # type: ignore[override]
+    def view(self, dtype=None):
         return super().view() if dtype is None else SoftwareArray(self.address, self.like, self.device, self.owner)
 
 
 class _Block:
     """Memory of a software device; its finaliser, which may run anywhere, appends the address to ``dead``."""
 
-    def __init__(self, software: Software, nbytes: int, device: int, dead: deque[int]) -> None:
+    def __init__(self, software, nbytes, device, dead):
         runtime = software.runtime
         before = runtime.cudaGetDevice()[1]
         runtime.cudaSetDevice(device)
@@ -116,24 +113,24 @@ class _Block:
         self.device = device
         self._dead = dead
 
-    def __del__(self) -> None:
+    def __del__(self):
         self._dead.append(self.address)
 
 
 class SoftwareGpu(Gpu):
-    def __init__(self, software: Software) -> None:
+    def __init__(self, software):
         self.software = software
         #: Whether the test makes all algorithms of cuBLASLt fail.
         self.expects_cublas = False
         self._dead: deque[int] = deque()
 
-    def drain(self) -> None:
+    def drain(self):
         """Run everything that is queued, and free the memory of arrays that died."""
         self.software.drain()
         while self._dead:
             self.software.runtime.cudaFree(self._dead.popleft())
 
-    def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
+    def put_with_memory(self, host, device=0):
         if self._dead:
             self.drain()
         below, above = span(host)
@@ -143,7 +140,7 @@ class SoftwareGpu(Gpu):
         made.view()[...] = host
         return made, block
 
-    def get(self, array: Any) -> Array:
+    def get(self, array):
         self.software.drain()
         if isinstance(array, _Block):
             return host_bytes(array.address, array.nbytes).copy()
@@ -155,13 +152,13 @@ class SoftwareGpu(Gpu):
             return np.empty(view.shape, dtype)
         return host_bytes(view.address, view.nbytes).view(dtype).reshape(view.shape).copy()
 
-    def put_bytes(self, host: Array) -> SoftwareBytes:
+    def put_bytes(self, host):
         return SoftwareBytes(self.put(host.view(np.int8)))
 
-    def transpose(self, array: SoftwareArray) -> SoftwareArray:
+    def transpose(self, array):
         return SoftwareArray(array.address, array.like.T, array.device, array.owner)
 
-    def untouched_outside(self, array: SoftwareArray, memory: _Block, before: Array) -> bool:
+    def untouched_outside(self, array, memory, before):
         now = self.get(memory)
         below, above = span(array.like)
         start = array.address - memory.address - below
@@ -174,32 +171,32 @@ class SoftwareGpu(Gpu):
         assert start + below + above <= len(now)
         return np.array_equal(now[~touched], before[~touched])
 
-    def free_bytes(self) -> int:
+    def free_bytes(self):
         self.drain()
         memory = self.software.runtime.memory
         return memory.limits[0] - memory.used[0]
 
     # -- faults -----------------------------------------------------------------------------------
 
-    def calls_made(self) -> int:
+    def calls_made(self):
         return len(self.software.calls)
 
-    def failing(self, position: int) -> Any:
+    def failing(self, position):
         """Make the call of this number fail, of all calls of all libraries."""
         return self.software.fail("*", at=position)
 
-    def failing_call(self, function: str, *, at: int = 1, status: Any = None) -> Any:
+    def failing_call(self, function, *, at=1, status=None):
         return self.software.fail(function, at=at, status=status)
 
-    def forgive(self) -> None:
+    def forgive(self):
         self.software.drain()
         self.software.forgive()
 
-    def live(self) -> dict[str, int]:
+    def live(self):
         self.drain()
         return self.software.live()
 
-    def sgemm(self, handle: int, a: Array, b: Array) -> Array:
+    def sgemm(self, handle, a, b):
         """Return a @ b as cuBLAS's own function gives it on a handle, for float32 arrays."""
         (m, k), n = a.shape, b.shape[1]
         x, y, z = self.put(a), self.put(b), self.put(np.zeros((m, n), np.float32))
@@ -209,24 +206,24 @@ class SoftwareGpu(Gpu):
         )  # fmt: skip
         return self.get(z)
 
-    def same_speed(self) -> None:
+    def same_speed(self):
         self.software.cublas_lt.times = _Always()
 
 
 class _Always(dict[Any, float]):
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key, default=None):
         return 1.0
 
 
 class TorchGpu(Gpu):
     """A real device, with arrays of PyTorch's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         import torch
 
         self.torch = torch
 
-    def _tensor(self, host: Array, device: int) -> Any:
+    def _tensor(self, host, device):
         torch = self.torch
         name = host.dtype.name
         if hasattr(torch, name) and name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
@@ -234,7 +231,7 @@ class TorchGpu(Gpu):
         bits = host.view(np.int16 if host.itemsize == 2 else np.uint8)
         return torch.as_tensor(bits, device=f"cuda:{device}").view(getattr(torch, name))
 
-    def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
+    def put_with_memory(self, host, device=0):
         torch = self.torch
         if any(s < 0 for s in host.strides):  # which torch does not support
             host = np.ascontiguousarray(host)
@@ -249,34 +246,33 @@ class TorchGpu(Gpu):
             array[once].copy_(self._tensor(np.array(host[once], order="C"), device))
         return array, memory
 
-    def get(self, array: Any) -> Array:
+    def get(self, array):
         array = array.detach().contiguous().cpu()
         name = str(array.dtype).removeprefix("torch.")
         dtype = NUMPY_DTYPES[dtype_from_name(name)]
         if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             bits = self.torch.int16 if dtype.itemsize == 2 else self.torch.uint8
             array = array.view(bits)
-        found: Array = array.numpy().view(dtype)
-        return found
+        return array.numpy().view(dtype)
 
-    def put_bytes(self, host: Array) -> Any:
+    def put_bytes(self, host):
         return self.torch.as_tensor(host.copy(), device="cuda:0")
 
-    def transpose(self, array: Any) -> Any:
+    def transpose(self, array):
         return array.T
 
-    def untouched_outside(self, array: Any, memory: Any, before: Array) -> bool:
+    def untouched_outside(self, array, memory, before):
         mask = self.torch.ones(memory.shape, dtype=self.torch.bool)
         where = array.storage_offset()
         self.torch.as_strided(mask, array.shape, array.stride(), where)[...] = False
         outside = mask.numpy()
         return bool(np.array_equal(self.get(memory)[outside], before[outside]))
 
-    def free_bytes(self) -> int:
+    def free_bytes(self):
         self.torch.cuda.synchronize()
         return int(self.torch.cuda.mem_get_info()[0])
 
 
-def has_real_gpu() -> bool:
+def has_real_gpu():
     """Whether to test on a device, by the environment."""
     return os.environ.get("LOWPREC_TEST_DEVICE") == "gpu"

@@ -1,9 +1,6 @@
 """Array libraries with streams and graphs, so that one test runs on a real device and on the software CUDA."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,13 +18,13 @@ _BUSY_CYCLES = 10_000_000
 class OnlyDLPack:
     """An array behind DLPack and nothing else."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array):
         self._array = array
 
-    def __dlpack__(self, **keywords: Any) -> Any:
+    def __dlpack__(self, **keywords):
         return self._array.__dlpack__(**keywords)
 
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self):
         return self._array.__dlpack_device__()
 
 
@@ -45,13 +42,13 @@ class StreamedLibrary:
 
 
 class Cupy(StreamedLibrary):
-    def __init__(self, cupy: Any) -> None:
+    def __init__(self, cupy):
         self.cupy = cupy
 
-    def stream(self) -> Any:
+    def stream(self):
         return self.cupy.cuda.Stream(non_blocking=True)
 
-    def late(self, host: Array) -> Any:
+    def late(self, host):
         # The copy of pageable memory would wait for the work before it, the copy on the device does not.
         there, made = self.cupy.asarray(host), self.cupy.zeros(host.shape, host.dtype)
         for _ in range(10):
@@ -59,21 +56,20 @@ class Cupy(StreamedLibrary):
         made[...] = there
         return made
 
-    def write(self, array: Any, host: Array) -> None:
+    def write(self, array, host):
         array.set(host)
         self.cupy.cuda.get_current_stream().synchronize()
 
-    def get(self, array: Any) -> Array:
-        found: Array = self.cupy.asnumpy(array)
-        return found
+    def get(self, array):
+        return self.cupy.asnumpy(array)
 
-    def other(self, host: Array) -> Any:
+    def other(self, host):
         return Torch(pytest.importorskip("torch", reason="torch is not installed")).late(host)
 
-    def adopt(self, result: Any) -> Array:
+    def adopt(self, result):
         return self.get(self.cupy.from_dlpack(result))
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call):
         stream = self.cupy.cuda.get_current_stream()
         stream.begin_capture()
         result = call()
@@ -84,19 +80,19 @@ class Cupy(StreamedLibrary):
 class SoftwareCupy(Cupy):
     """The replacement of CuPy on the software CUDA, whose streams are always late."""
 
-    def late(self, host: Array) -> Any:
+    def late(self, host):
         return self.cupy.asarray(host)
 
-    def write(self, array: Any, host: Array) -> None:
+    def write(self, array, host):
         array.memory[...] = host
 
-    def other(self, host: Array) -> Any:
+    def other(self, host):
         return DeviceArray(self.cupy.runtime, host)
 
-    def adopt(self, result: Any) -> Array:
+    def adopt(self, result):
         return read(self.cupy.runtime, result)
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call):
         runtime, pointer = self.cupy.runtime, self.cupy.current().ptr
         runtime.begin_capture(pointer)
         result = call()
@@ -107,36 +103,35 @@ class SoftwareCupy(Cupy):
 class Torch(StreamedLibrary):
     allocates_while_capturing = True
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch):
         self.torch = torch
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[Any]:
+    def stream(self):
         made = self.torch.cuda.Stream()
         with self.torch.cuda.stream(made):
             yield made
 
-    def late(self, host: Array) -> Any:
+    def late(self, host):
         there = self.torch.as_tensor(host, device="cuda")
         made = self.torch.zeros_like(there)
         self.torch.cuda._sleep(_BUSY_CYCLES)
         made.copy_(there)
         return made
 
-    def write(self, array: Any, host: Array) -> None:
+    def write(self, array, host):
         array.copy_(self.torch.as_tensor(host))
 
-    def get(self, array: Any) -> Array:
-        found: Array = array.cpu().numpy()
-        return found
+    def get(self, array):
+        return array.cpu().numpy()
 
-    def other(self, host: Array) -> Any:
+    def other(self, host):
         return Cupy(pytest.importorskip("cupy", reason="cupy is not installed")).late(host)
 
-    def adopt(self, result: Any) -> Array:
+    def adopt(self, result):
         return self.get(self.torch.from_dlpack(result))
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call):
         torch = self.torch
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream.synchronize()

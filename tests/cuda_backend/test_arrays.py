@@ -3,27 +3,21 @@
 A product is replaced by copies, so that the result has what the operands held at that moment.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays import Device, device_memory, library_of
 from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import view_of_capsule
-from lowprec.backends import Arguments
 from lowprec.backends.cuda import memory, runtime
 from lowprec.core import streams
 from lowprec.core.arguments import PLAIN
 from lowprec.errors import ArrayError, BackendError, DeviceError
 from lowprec.formats import DType
-from software_cuda import Cupy, Software
 
 GPU = Device(2, 0)
 N = 64
@@ -32,35 +26,35 @@ FIRST, SECOND = BOTH[:N], BOTH[N:]
 
 
 @pytest.fixture
-def cuda(software: SoftwareGpu) -> Software:
+def cuda(software):
     return software.software
 
 
-def stream(cuda: Software) -> int:
+def stream(cuda):
     return int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
 
 
-def write(address: int, values: np.ndarray, on: int) -> None:
+def write(address, values, on):
     """Queue the writing of values, as they are now."""
     runtime.copy_async(address, values.ctypes.data, values.nbytes, on)
 
 
-def read(address: int, on: int, size: int = N) -> np.ndarray:
+def read(address, on, size=N):
     """Return what a reader on a stream finds when only its own work has run."""
     values = np.zeros(size, np.float32)
     runtime.copy_async(values.ctypes.data, address, values.nbytes, on)
     return values
 
 
-def synchronize(on: int) -> None:
+def synchronize(on):
     runtime.call("cudaStreamSynchronize", on)
 
 
-def new_result(on: int, size: int = N) -> DeviceArray:
+def new_result(on, size=N):
     return DeviceArray((size,), DType.FLOAT32, GPU, on)
 
 
-def address_of(array: DeviceArray) -> int:
+def address_of(array):
     return array.view().address
 
 
@@ -68,7 +62,7 @@ def address_of(array: DeviceArray) -> int:
 
 
 @pytest.mark.parametrize("consumer", ["None", "default", "1", "2", "other", "own"])
-def test_a_consumer_reads_a_result_once_it_is_written(cuda: Software, consumer: str) -> None:
+def test_a_consumer_reads_a_result_once_it_is_written(cuda, consumer):
     producer, other = memory.own_stream(GPU), stream(cuda)
     array = new_result(producer)
     write(address_of(array), FIRST, producer)
@@ -79,7 +73,7 @@ def test_a_consumer_reads_a_result_once_it_is_written(cuda: Software, consumer: 
     np.testing.assert_array_equal(read(view.address, on or other), FIRST)
 
 
-def test_a_consumer_that_does_not_wait_reads_too_early(cuda: Software) -> None:
+def test_a_consumer_that_does_not_wait_reads_too_early(cuda):
     """As requested by stream -1; so a missing wait would be noticed by these tests."""
     producer = memory.own_stream(GPU)
     array = new_result(producer)
@@ -92,21 +86,21 @@ def test_a_consumer_that_does_not_wait_reads_too_early(cuda: Software) -> None:
 # -- operands -------------------------------------------------------------------------------------
 
 
-def join_both(arguments: Arguments) -> None:
+def join_both(arguments):
     """Replaces a product: the result is a, then b."""
     a, b, out, on = arguments.a, arguments.b, arguments.out, arguments.stream
     runtime.copy_async(out.address, a.address, a.nbytes, on)
     runtime.copy_async(out.address + a.nbytes, b.address, b.nbytes, on)
 
 
-def run(a: Any, b: Any, result: DeviceArray, execute: Any = join_both) -> None:
+def run(a, b, result, execute=join_both):
     x, y = (library_of(array).view(array) for array in (a, b))
     arguments = PLAIN.arguments(x, y, result.view(), result.stream)
     streams.run(execute, arguments, library_of(a), (a, b, None, None, None, None, None))
 
 
-def test_operands_of_a_product_that_fails_half_way_are_held(cuda: Software, cupy: Cupy) -> None:
-    def fails(arguments: Arguments) -> None:
+def test_operands_of_a_product_that_fails_half_way_are_held(cuda, cupy):
+    def fails(arguments):
         join_both(arguments)
         raise BackendError("the second half failed")
 
@@ -124,7 +118,7 @@ def test_operands_of_a_product_that_fails_half_way_are_held(cuda: Software, cupy
 # -- captures -------------------------------------------------------------------------------------
 
 
-def test_another_stream_is_captured_along(cuda: Software) -> None:
+def test_another_stream_is_captured_along(cuda):
     first, second = stream(cuda), stream(cuda)
     memory.order(first, second, GPU)
     cuda.runtime.begin_capture(first)
@@ -137,9 +131,7 @@ def test_another_stream_is_captured_along(cuda: Software) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal"])
-def test_memory_is_freed_while_another_thread_captures(
-    cuda: Software, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_memory_is_freed_while_another_thread_captures(cuda, monkeypatch, mode):
     """A synchronisation of the device would end the capture."""
     first, second = stream(cuda), stream(cuda)
     monkeypatch.setattr(memory._pool(GPU.index), "_limit", 3000)
@@ -153,7 +145,7 @@ def test_memory_is_freed_while_another_thread_captures(
         other.submit(cuda.runtime.end_capture, first).result()  # raises if it was invalidated
 
 
-def test_objects_are_held_and_released_during_a_capture(cuda: Software) -> None:
+def test_objects_are_held_and_released_during_a_capture(cuda):
     """In the strictest mode, and on another stream."""
     first, second = stream(cuda), stream(cuda)
     kept = [SECOND.copy(), SECOND.copy()]
@@ -173,12 +165,12 @@ def test_objects_are_held_and_released_during_a_capture(cuda: Software) -> None:
 
 
 @pytest.mark.parametrize("on", [0, -2, 1.5, "1", True])
-def test_streams_that_dlpack_lacks_are_refused(cuda: Software, on: Any) -> None:
+def test_streams_that_dlpack_lacks_are_refused(cuda, on):
     with pytest.raises(BufferError, match="stream must be None, -1"):
         new_result(1).__dlpack__(stream=on)
 
 
-def test_an_array_is_exported_to_its_device_alone(cuda: Software) -> None:
+def test_an_array_is_exported_to_its_device_alone(cuda):
     array = new_result(1)
     array.__dlpack__(dl_device=(2, 0))
     with pytest.raises(BufferError, match="on cuda:0 and is not exported to device"):
@@ -189,12 +181,12 @@ def test_an_array_is_exported_to_its_device_alone(cuda: Software) -> None:
     assert repr(array) == f"DLPackArray(shape=({N},), dtype='float32', device='cuda:0')"
 
 
-def test_devices_without_memory_for_results_are_refused() -> None:
+def test_devices_without_memory_for_results_are_refused():
     class Shy:
-        def __dlpack__(self, **_: Any) -> object:
+        def __dlpack__(self, **_):
             raise AssertionError
 
-        def __dlpack_device__(self) -> tuple[int, int]:
+        def __dlpack_device__(self):
             raise BufferError("somewhere")
 
     with pytest.raises(ArrayError, match="Shy cannot be exported by DLPack: somewhere"):

@@ -1,14 +1,9 @@
 """Measured choices: the measurement, the cache of choices, and damage to it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +11,6 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu
 from lowprec import errors
 from lowprec.backends.cuda import autotune, compiling
 from lowprec.core import executors
@@ -29,29 +23,29 @@ TRUE = oracles.product(A, A)
 
 
 @pytest.fixture(autouse=True)
-def short_measurements(software: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_measurements(software, cache, monkeypatch):
     """The software's clock is exact: a product or two per measurement are enough. All algorithms run."""
     monkeypatch.setattr(autotune, "_MEASUREMENT_MS", 0.04)
     software.software.switches.first_algorithm = False
 
 
-def restart() -> None:
+def restart():
     """Forget all that a new process would not have."""
     executors.clear_caches()
     reset()
 
 
-def chosen(x: Any) -> str:
+def chosen(x):
     return dict(lowprec.plan(x, x).algorithm)["algorithm"]
 
 
-def entries(cache: Path) -> dict[str, Any]:
+def entries(cache):
     devices = json.loads((cache / "autotune.json").read_text())["devices"]
     (found,) = devices.values()
     return found
 
 
-def test_the_fastest_runs_from_now_on_and_in_the_next_process(software: Gpu, cache: Path) -> None:
+def test_the_fastest_runs_from_now_on_and_in_the_next_process(software, cache):
     x = software.put(A)
     first = chosen(x)
     found = lowprec.autotune(x, x)
@@ -66,7 +60,7 @@ def test_the_fastest_runs_from_now_on_and_in_the_next_process(software: Gpu, cac
     assert "float16 64x64" in key
 
 
-def test_a_choice_for_fp8_is_one_with_scales(software: Gpu, cache: Path) -> None:
+def test_a_choice_for_fp8_is_one_with_scales(software, cache):
     """The fastest algorithm may be another one with scales (openxla/xla issue 40747)."""
     for dtype in (ml_dtypes.float8_e4m3fn, np.float16):
         x = software.put(A.astype(dtype))
@@ -74,26 +68,24 @@ def test_a_choice_for_fp8_is_one_with_scales(software: Gpu, cache: Path) -> None
     assert {"float8" in key: key.endswith(", scales") for key in entries(cache)} == {True: True, False: False}
 
 
-def _no_folder(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def _no_folder(monkeypatch, cache):
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "~nosuchuser/cache")
 
 
-def _a_file_in_its_place(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def _a_file_in_its_place(monkeypatch, cache):
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "file"))
     cache.joinpath("file").touch()
 
 
-def _a_full_disk(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    def refuse(*_: object) -> None:
+def _a_full_disk(monkeypatch, cache):
+    def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", refuse)
 
 
 @pytest.mark.parametrize("hindrance", [_no_folder, _a_file_in_its_place, _a_full_disk])
-def test_without_a_cache_a_choice_lasts_for_the_process(
-    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
-) -> None:
+def test_without_a_cache_a_choice_lasts_for_the_process(software, cache, monkeypatch, hindrance):
     """Of two products, so that the second choice does not forget the first; kernels are compiled on the way, too."""
     hindrance(monkeypatch, cache)
     monkeypatch.setattr(errors, "_given", set())
@@ -111,14 +103,14 @@ def test_without_a_cache_a_choice_lasts_for_the_process(
     assert found[0] != first
 
 
-def test_the_first_choice_is_kept_if_none_is_faster(software: Gpu) -> None:
+def test_the_first_choice_is_kept_if_none_is_faster(software):
     x = software.put(A)
     software.same_speed()
     found = lowprec.autotune(x, x)
     assert (found.timed[0].rank, found.speedup) == (0, 1.0)
 
 
-def test_arrays_of_the_caller_are_not_written(software: Gpu) -> None:
+def test_arrays_of_the_caller_are_not_written(software):
     x, c = software.put(A), software.put(A)
     out = software.put(np.full((64, 64), 7, np.float16))
     lowprec.autotune(x, x, out=out, c=c, beta=2.0)
@@ -128,13 +120,13 @@ def test_arrays_of_the_caller_are_not_written(software: Gpu) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "tf32"])
-def test_products_that_are_rewritten_first(software: Gpu, mode: str) -> None:
+def test_products_that_are_rewritten_first(software, mode):
     x = software.put(A.astype(np.float32))
     assert lowprec.autotune(x, x, math_mode=mode).timed
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x, math_mode=mode)), TRUE)
 
 
-def test_progress_and_the_number_of_candidates(software: Gpu) -> None:
+def test_progress_and_the_number_of_candidates(software):
     x, seen = software.put(A), []
     found = lowprec.autotune(x, x, candidates=2, progress=lambda done, of: seen.append((done, of)))
     assert len(found.timed) == 2
@@ -142,7 +134,7 @@ def test_progress_and_the_number_of_candidates(software: Gpu) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-def change(cache: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+def change(cache, edit):
     """Edit the choices in the file, by device and product, and restart."""
     path = cache / "autotune.json"
     stored = json.loads(path.read_text())
@@ -151,7 +143,7 @@ def change(cache: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     restart()
 
 
-def test_choices_of_another_machine_are_not_used(software: Gpu, cache: Path) -> None:
+def test_choices_of_another_machine_are_not_used(software, cache):
     x = software.put(A)
     first = chosen(x)
     lowprec.autotune(x, x)
@@ -167,7 +159,7 @@ DAMAGED_ENTRIES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGED_ENTRIES, ids=str)
-def test_a_damaged_entry_counts_as_none(software: Gpu, cache: Path, damage: Any) -> None:
+def test_a_damaged_entry_counts_as_none(software, cache, damage):
     x = software.put(A)
     first = chosen(x)
     found = lowprec.autotune(x, x, candidates=2)
@@ -181,7 +173,7 @@ def test_a_damaged_entry_counts_as_none(software: Gpu, cache: Path, damage: Any)
 
 
 @pytest.mark.parametrize("damage", [5, None, "text"], ids=str)
-def test_damaged_choices_of_a_device_count_as_none(software: Gpu, cache: Path, damage: Any) -> None:
+def test_damaged_choices_of_a_device_count_as_none(software, cache, damage):
     x = software.put(A)
     lowprec.autotune(x, x, candidates=2)
     (product,) = entries(cache)
@@ -192,7 +184,7 @@ def test_damaged_choices_of_a_device_count_as_none(software: Gpu, cache: Path, d
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"devices": []}', "[" * 100_000])
-def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) -> None:
+def test_a_damaged_file_is_never_fatal(software, cache, text):
     (cache / "autotune.json").write_text(text)
     restart()
     x = software.put(A)
@@ -203,7 +195,7 @@ def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) ->
     assert entries(cache)
 
 
-def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
+def test_other_processes_choices_are_kept(software, cache):
     x = software.put(A)
     lowprec.autotune(x, x)
     path = cache / "autotune.json"
@@ -217,7 +209,7 @@ def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
     assert sorted(map(len, devices.values())) == [1, 2]
 
 
-def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
+def test_candidates_that_do_not_run_are_passed_over(software):
     x = software.put(A)
     executors.clear_caches()
     lowprec.plan(x, x)
@@ -229,7 +221,7 @@ def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-def test_the_first_choice_is_passed_over_if_it_fails(software: Any) -> None:
+def test_the_first_choice_is_passed_over_if_it_fails(software):
     software.software.switches.first_algorithm = True
     x = software.put(A)
     found = lowprec.autotune(x, x)
@@ -237,8 +229,8 @@ def test_the_first_choice_is_passed_over_if_it_fails(software: Any) -> None:
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-def test_if_no_candidate_runs_cublas_multiplies(software: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_if_no_candidate_runs_cublas_multiplies(software, monkeypatch):
+    def fail(*_):
         raise SoftwareLtError(INTERNAL_ERROR)
 
     software.expects_cublas = True
@@ -252,11 +244,11 @@ def test_if_no_candidate_runs_cublas_multiplies(software: Any, monkeypatch: pyte
     assert "INTERNAL_ERROR (14)" in dict(lowprec.plan(x, x).algorithm)["fallback"]
 
 
-def test_a_lost_device_ends_the_measurements(software: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_measurements(software, monkeypatch):
     """Every later call of CUDA fails, whichever algorithm is next."""
     runtime, tried = software.software.runtime, []
 
-    def lose_the_device(*_: object) -> None:
+    def lose_the_device(*_):
         tried.append(None)
         runtime.sticky[0] = runtime.cudaError_t.cudaErrorIllegalAddress
         raise SoftwareLtError(EXECUTION_FAILED)
@@ -270,7 +262,7 @@ def test_a_lost_device_ends_the_measurements(software: Any, monkeypatch: pytest.
     software.forgive()
 
 
-def test_after_a_failure_the_old_choice_is_used(software: Gpu) -> None:
+def test_after_a_failure_the_old_choice_is_used(software):
     x = software.put(A)
     first = chosen(x)
     with (

@@ -1,14 +1,9 @@
 """Products of quantised arrays on a GPU: cuBLASLt's block-scaled modes, and widened operands."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from collections.abc import Callable, Iterator
 from copy import copy
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +12,7 @@ import pytest
 import lowprec
 import software_cuda
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, SoftwareGpu, TorchGpu, has_real_gpu
+from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
 from lowprec.arrays import libraries, library_of
 from lowprec.arrays.quantized import QuantizedArray
 from lowprec.core import executors
@@ -30,17 +25,17 @@ FORMATS = ("mxfp8", "nvfp4")
 SHAPES = [(64, 48, 160), (16, 16, 64), (144, 16, 192), (304, 272, 1056), (16, 32, 57)]
 
 
-def quantised(rng: Any, shape: tuple[int, ...], name: str, axis: int) -> QuantizedArray:
+def quantised(rng, shape, name, axis):
     """Numbers of rows of every magnitude."""
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, (*shape[:-1], 1)))
     return lowprec.quantize(x.astype(np.float32), name, axis)
 
 
-def values(x: QuantizedArray) -> Any:
+def values(x):
     return x.dequantize().astype(np.float64)
 
 
-def check(found: Any, a: QuantizedArray, b: QuantizedArray, plan: Any, factor: float = 1.0) -> None:
+def check(found, a, b, plan, factor=1.0):
     """Compare with float64 under the plan's bound, and one rounding of the arrays' scales in alpha."""
     left, right = values(a), values(b)
     norms = float(np.linalg.norm(left)) * abs(factor), float(np.linalg.norm(right))
@@ -49,16 +44,16 @@ def check(found: Any, a: QuantizedArray, b: QuantizedArray, plan: Any, factor: f
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SoftwareGpu]]:
+def install(monkeypatch):
     """Simulate a device of some compute capability; its library widens quantised arrays on the host."""
-    made: list[SoftwareGpu] = []
+    made = []
 
-    def new(capability: tuple[int, int], **words: Any) -> SoftwareGpu:
+    def new(capability, **words):
         gpu = SoftwareGpu(software_cuda.install(1, capability=capability, **words))
         made.append(gpu)
         executors.clear_caches()
 
-        def widened(x: QuantizedArray) -> Any:
+        def widened(x):
             codes, scales = (gpu.get(y).view(np.uint8) for y in (x.codes, x.scales))
             wide = gpu.put(QuantizedArray(codes, scales, x.format, x.shape, x.axis, x.scale)._values(1.0).astype(BF16))
             return library_of(wide).view(wide)
@@ -76,11 +71,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SoftwareG
         assert faults == []
 
 
-def gpu_of(request: pytest.FixtureRequest, capability: tuple[int, int]) -> Gpu:
+def gpu_of(request, capability):
     """Return software of a compute capability, or a real GPU of one on the same side of 10.0."""
     if not has_real_gpu():
-        found: Gpu = request.getfixturevalue("install")(capability)
-        return found
+        return request.getfixturevalue("install")(capability)
     gpu = TorchGpu()
     here = gpu.torch.cuda.get_device_capability()
     if (here >= (10, 0)) is not (capability >= (10, 0)):
@@ -89,11 +83,11 @@ def gpu_of(request: pytest.FixtureRequest, capability: tuple[int, int]) -> Gpu:
 
 
 @pytest.fixture
-def blackwell(request: pytest.FixtureRequest) -> Gpu:
+def blackwell(request):
     return gpu_of(request, (10, 0))
 
 
-def runs_on_codes(plan: Any) -> bool:
+def runs_on_codes(plan):
     return plan.compute_type.endswith(("mxfp8 data", "nvfp4 data"))
 
 
@@ -101,7 +95,7 @@ def runs_on_codes(plan: Any) -> bool:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("out", [None, "float32"])
-def test_products_of_codes(blackwell: Gpu, rng: Any, name: str, shape: tuple[int, int, int], out: Any) -> None:
+def test_products_of_codes(blackwell, rng, name, shape, out):
     m, n, k = shape
     a, b = quantised(rng, (m, k), name, -1), quantised(rng, (k, n), name, 0)
     x, y = blackwell.quantized(a), blackwell.quantized(b)
@@ -115,7 +109,7 @@ def test_products_of_codes(blackwell: Gpu, rng: Any, name: str, shape: tuple[int
 
 @pytest.mark.feature("{name} by cuBLASLt's block-scaled mode")
 @pytest.mark.parametrize("name", FORMATS)
-def test_epilogues_batches_and_results(blackwell: Gpu, rng: Any, name: str) -> None:
+def test_epilogues_batches_and_results(blackwell, rng, name):
     a, b = quantised(rng, (3, 16, 128), name, -1), quantised(rng, (32, 128), name, 1)
     x, y = blackwell.quantized(a), blackwell.quantized(b).T
     product = values(a) @ values(b).T
@@ -137,7 +131,7 @@ def test_epilogues_batches_and_results(blackwell: Gpu, rng: Any, name: str) -> N
 @pytest.mark.parametrize(
     ("name", "activation"), [("mxfp8", None), ("mxfp8", "relu"), ("nvfp4", None), ("nvfp4", "gelu")]
 )
-def test_cublaslt_adds_a_bias_to_fp4_only_with_an_activation(name: str, activation: Any) -> None:
+def test_cublaslt_adds_a_bias_to_fp4_only_with_an_activation(name, activation):
     a, b = (
         lowprec.quantize(np.ones((64, 64), np.float32), name),
         lowprec.quantize(np.ones((64, 64), np.float32), name, 0),
@@ -149,7 +143,7 @@ def test_cublaslt_adds_a_bias_to_fp4_only_with_an_activation(name: str, activati
     assert all("for nvfp4 only with an activation" in text for text in staged)
 
 
-def _rows(x: QuantizedArray) -> QuantizedArray:
+def _rows(x):
     shape = (-1, x.shape[-1])
     codes, scales = (y.reshape(-1, y.shape[-1]) for y in (x.codes, x.scales))
     return QuantizedArray(codes, scales, x.format, values(x).reshape(shape).shape, 1, x.scale)
@@ -158,7 +152,7 @@ def _rows(x: QuantizedArray) -> QuantizedArray:
 @pytest.mark.feature("quantised operands, widened")
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4", "fp8"])
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
-def test_operands_that_are_widened(request: Any, rng: Any, name: str, capability: Any) -> None:
+def test_operands_that_are_widened(request, rng, name, capability):
     """Of other devices, formats, extents, with an ordinary array, in a true batch, with blocks along another axis."""
     gpu = gpu_of(request, capability)
     a, b = quantised(rng, (16, 64), name, -1), quantised(rng, (64, 16), name, 0)
@@ -188,7 +182,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("first", "second", "device", "shape", "words"), REASONS)
-def test_a_plan_names_the_reason_to_widen(first: Any, second: Any, device: str, shape: Any, words: str) -> None:
+def test_a_plan_names_the_reason_to_widen(first, second, device, shape, words):
     m, n, k = shape
     a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
     x = lowprec.quantize(a, first)
@@ -199,7 +193,7 @@ def test_a_plan_names_the_reason_to_widen(first: Any, second: Any, device: str, 
     assert {copy.operand for copy in plan.copies} == ({"a", "b"} if second else {"a"})
 
 
-def test_a_plan_of_codes() -> None:
+def test_a_plan_of_codes():
     a, b = (lowprec.quantize(np.ones((256, 256), np.float32), "mxfp8", axis) for axis in (1, 0))
     plan = lowprec.plan(a, b, device="b200")
     assert plan.kernel_reason == "cuBLASLt on a GPU"
@@ -214,7 +208,7 @@ def test_a_plan_of_codes() -> None:
 # -- what is known in a call ----------------------------------------------------------------------
 
 
-def test_a_refused_product_is_widened(install: Any, rng: Any) -> None:
+def test_a_refused_product_is_widened(install, rng):
     gpu = install((10, 0))
     a, b = quantised(rng, (16, 64), "mxfp8", 1), quantised(rng, (64, 16), "mxfp8", 0)
     x, y = gpu.quantized(a), gpu.quantized(b)
@@ -230,7 +224,7 @@ def test_a_refused_product_is_widened(install: Any, rng: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["codes apart", "codes at an odd address", "scales apart"])
-def test_codes_that_cublaslt_cannot_read(install: Any, rng: Any, change: str) -> None:
+def test_codes_that_cublaslt_cannot_read(install, rng, change):
     gpu = install((10, 0))
     a, b = quantised(rng, (16, 64), "mxfp8", 1), quantised(rng, (64, 16), "mxfp8", 0)
     codes, scales = a.codes, a.scales
@@ -252,7 +246,7 @@ def test_codes_that_cublaslt_cannot_read(install: Any, rng: Any, change: str) ->
     check(gpu.get(lowprec.matmul(gpu.quantized(a), y, out=out)), a, b, lowprec.plan(a, b))
 
 
-def test_special_values(install: Any) -> None:
+def test_special_values(install):
     """A block with NaN, and blocks of zeros, give what their numbers give."""
     gpu = install((10, 0))
     for name in FORMATS:
@@ -264,7 +258,7 @@ def test_special_values(install: Any) -> None:
         np.testing.assert_array_equal(found[1:], (values(a) @ values(b))[1:])
 
 
-def test_algorithms_are_measured(install: Any, rng: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_algorithms_are_measured(install, rng, tmp_path, monkeypatch):
     """On copies of the codes, which are half as many bytes as elements where they have 4 bits."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     gpu = install((10, 0))
@@ -279,7 +273,7 @@ def test_algorithms_are_measured(install: Any, rng: Any, tmp_path: Path, monkeyp
 
 
 @pytest.fixture
-def both(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SoftwareGpu, software_cuda.Cupy]]:
+def both(install, monkeypatch):
     """A device of compute capability 10.0, and CuPy on it."""
     gpu = install((10, 0))
     made = software_cuda.Cupy(gpu.software.runtime)
@@ -290,11 +284,11 @@ def both(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Softwa
     libraries.BY_TYPE.pop(made.ndarray, None)
 
 
-def on_cupy(cupy: software_cuda.Cupy, x: QuantizedArray) -> QuantizedArray:
+def on_cupy(cupy, x):
     return QuantizedArray(cupy.asarray(x.codes), cupy.asarray(x.scales), x.format, x.shape, x.axis, x.scale)
 
 
-def test_a_graph_needs_the_scales_in_order(both: tuple[SoftwareGpu, software_cuda.Cupy], rng: Any) -> None:
+def test_a_graph_needs_the_scales_in_order(both, rng):
     """The first product arranges them, in memory that does not belong to a graph."""
     cupy = both[1]
     runtime = cupy.runtime
@@ -318,29 +312,27 @@ def test_a_graph_needs_the_scales_in_order(both: tuple[SoftwareGpu, software_cud
 class StreamedBytes(software_cuda.DeviceArray):
     """An array of uint8 known by DLPack alone, written by work on a stream and freed as soon as it is unreachable."""
 
-    def __array_namespace__(self) -> Any:
+    def __array_namespace__(self):
         return SimpleNamespace(int8=np.int8, permute_dims=None, reshape=None)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name not in ("shape", "dtype", "nbytes", "size"):
             raise AttributeError(name)
         return getattr(self.memory, name)
 
-    def view(self, dtype: Any) -> Any:
+    def view(self, dtype):
         found = copy(self)
         found.memory = self.memory.view(dtype)
         return found
 
 
 @pytest.mark.parametrize("widened", [False, True])
-def test_codes_on_another_stream(
-    both: tuple[SoftwareGpu, software_cuda.Cupy], rng: Any, widened: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_on_another_stream(both, rng, widened, monkeypatch):
     """The product waits for codes, scales and widened numbers of another library, and keeps them."""
     runtime, cupy = both[0].software.runtime, both[1]
     a, b = quantised(rng, (16, 64), "mxfp8", 1), quantised(rng, (64, 16), "mxfp8", int(widened))
 
-    def widen(x: QuantizedArray) -> Any:
+    def widen(x):
         on_left = isinstance(x.codes, cupy.ndarray)
         wide = (a if on_left else b)._values(1.0).astype(BF16)
         made = cupy.asarray(wide) if on_left else software_cuda.DeviceArray(runtime, wide)

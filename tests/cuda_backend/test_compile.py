@@ -1,13 +1,8 @@
 """The compiler of the kernels, and the cache of compiled code."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +15,11 @@ from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
 from lowprec.planning import MatrixStack
 from lowprec.planning.cublaslt.calls import Packing
-from support.recording_compiler import RecordingCompiler, recording, runtime
+from support.recording_compiler import recording, runtime
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
     errors._given.clear()
@@ -32,19 +27,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def core(cache: Path) -> Iterator[RecordingCompiler]:
+def core(cache):
     """A compiler that has compiled nothing."""
     forget()
     with recording() as found:
         yield found
 
 
-def forget() -> None:
+def forget():
     """Forget the kernels in memory, as a new process would."""
     compiling._load.cache_clear()
 
 
-def kernel(**definitions: str | int) -> Any:
+def kernel(**definitions):
     return compiling.kernel("epilogue", "epilogue.cu", definitions, 0)
 
 
@@ -52,7 +47,7 @@ def kernel(**definitions: str | int) -> Any:
 
 
 @pytest.fixture
-def nvrtc(core: RecordingCompiler) -> Any:
+def nvrtc(core):
     real = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
         options = real.ProgramOptions(arch="sm_90")
@@ -64,12 +59,12 @@ def nvrtc(core: RecordingCompiler) -> Any:
     return real
 
 
-def test_the_compilers_message_is_passed_on(nvrtc: Any) -> None:
+def test_the_compilers_message_is_passed_on(nvrtc):
     with pytest.raises(BackendError, match=r"(?s)epilogue was not compiled for sm_90.*PRODUCT"):
         compiling._compiled(nvrtc, "sm_90", "epilogue", compiling.source_text("epilogue.cu"))
 
 
-def test_a_missing_compiler_is_named(core: RecordingCompiler) -> None:
+def test_a_missing_compiler_is_named(core):
     core.error = "nvrtc: libnvrtc.so.13 not found\n" + "\n".join(f"line {i}" for i in range(50))
     forget()
     with pytest.raises(
@@ -83,7 +78,7 @@ def test_a_missing_compiler_is_named(core: RecordingCompiler) -> None:
 # -- compiled once --------------------------------------------------------------------------------
 
 
-def test_a_kernel_is_compiled_once(core: RecordingCompiler) -> None:
+def test_a_kernel_is_compiled_once(core):
     first = kernel(A=1)
     assert kernel(A=1) is first
     source, options = core.compiled[0]
@@ -94,17 +89,17 @@ def test_a_kernel_is_compiled_once(core: RecordingCompiler) -> None:
     assert len(core.compiled) == 2
 
 
-def test_each_architecture_has_its_own(core: RecordingCompiler) -> None:
+def test_each_architecture_has_its_own(core):
     kernel()
     libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None, None))
     kernel()
     assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
 
 
-def test_threads_that_start_together_compile_once(core: RecordingCompiler) -> None:
+def test_threads_that_start_together_compile_once(core):
     together = threading.Barrier(8)
 
-    def work() -> None:
+    def work():
         together.wait()
         kernel(A=1)
 
@@ -116,7 +111,7 @@ def test_threads_that_start_together_compile_once(core: RecordingCompiler) -> No
     assert len(core.compiled) == 1
 
 
-def test_the_arguments_of_a_launch(core: RecordingCompiler) -> None:
+def test_the_arguments_of_a_launch(core):
     source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, extents, name, *arguments = core.launched[0]
@@ -125,7 +120,7 @@ def test_the_arguments_of_a_launch(core: RecordingCompiler) -> None:
     assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, *steps, 5, 1, 5, 0, 0, 100]
 
 
-def test_the_next_launch_has_its_own_addresses_and_factors(core: RecordingCompiler) -> None:
+def test_the_next_launch_has_its_own_addresses_and_factors(core):
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1)
     launch = prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)
     for number in (1, 2):
@@ -138,7 +133,7 @@ def test_the_next_launch_has_its_own_addresses_and_factors(core: RecordingCompil
     assert len(core.described) == 1
 
 
-def test_contiguous_matrices_are_one_line(core: RecordingCompiler) -> None:
+def test_contiguous_matrices_are_one_line(core):
     source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
     prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
@@ -151,11 +146,11 @@ def test_contiguous_matrices_are_one_line(core: RecordingCompiler) -> None:
 # -- the cache on disk ----------------------------------------------------------------------------
 
 
-def files(cache: Path) -> list[Path]:
+def files(cache):
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
 
-def test_another_process_finds_it_on_disk(core: RecordingCompiler, cache: Path) -> None:
+def test_another_process_finds_it_on_disk(core, cache):
     code = kernel(A=1).code
     assert [path.parent.name for path in files(cache)] == ["kernels"]
     forget()
@@ -164,7 +159,7 @@ def test_another_process_finds_it_on_disk(core: RecordingCompiler, cache: Path) 
     assert core.loaded == [code, code]
 
 
-def test_another_version_compiles_again(core: RecordingCompiler, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_compiles_again(core, cache, monkeypatch):
     for change in (
         lambda: None,
         lambda: setattr(core, "__version__", "2"),
@@ -178,9 +173,7 @@ def test_another_version_compiles_again(core: RecordingCompiler, cache: Path, mo
 
 
 @pytest.mark.parametrize(("status", "version"), [(0, "13.1"), (4, "")])
-def test_the_compilers_version_is_known_where_it_reports(
-    status: int, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compilers_version_is_known_where_it_reports(status, version, monkeypatch):
     """Otherwise unwritten numbers would pass for results."""
     nvrtc = SimpleNamespace(nvrtcVersion=lambda: (status, 13, 1))
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", nvrtc)
@@ -188,7 +181,7 @@ def test_the_compilers_version_is_known_where_it_reports(
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
-def test_a_damaged_kernel_is_compiled_again(damage: str, core: RecordingCompiler, cache: Path) -> None:
+def test_a_damaged_kernel_is_compiled_again(damage, core, cache):
     kernel(A=1)
     (path,) = files(cache)
     data = path.read_bytes()
@@ -201,7 +194,7 @@ def test_a_damaged_kernel_is_compiled_again(damage: str, core: RecordingCompiler
     assert path.read_bytes() == data
 
 
-def test_a_kernel_that_the_driver_refuses_is_compiled_again(core: RecordingCompiler, cache: Path) -> None:
+def test_a_kernel_that_the_driver_refuses_is_compiled_again(core, cache):
     code = kernel(A=1).code
     (path,) = files(cache)
     old = code + b"old"
@@ -213,7 +206,7 @@ def test_a_kernel_that_the_driver_refuses_is_compiled_again(core: RecordingCompi
     assert len(core.compiled) == 2
 
 
-def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: RecordingCompiler, cache: Path) -> None:
+def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core, cache):
     code = kernel(A=1).code
     (path,) = files(cache)
     path.unlink()

@@ -1,16 +1,12 @@
 """The kernels as NVRTC compiles them for GPUs: their parameters, and spills and the width of accesses in the code."""
 
-from __future__ import annotations
-
 import functools
-from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from lowprec.backends.cuda import compiling
-from support.cubin import Cubin, accesses, nvdisasm, read_cubin
+from support.cubin import accesses, nvdisasm, read_cubin
 from support.kernel_variants import Variant, every_variant
 
 #: Architecture and part of the kernels: all of them for the first, every sixth for the others.
@@ -23,7 +19,7 @@ ITEMSIZE = {name: dtype.itemsize for dtype, name in compiling.ELEMENT.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tools() -> None:
+def tools():
     core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     if nvdisasm() is None:
         pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
@@ -38,7 +34,7 @@ def tools() -> None:
 variants = functools.cache(every_variant)
 
 
-def compile_variant(variant: Variant, architecture: str) -> Cubin:
+def compile_variant(variant, architecture):
     import cuda.core
 
     return read_cubin(compiling._compiled(cuda.core, architecture, variant.name, variant.source), variant.name)
@@ -51,7 +47,7 @@ class Width(NamedTuple):
     count: int
 
 
-def widths(variant: Variant) -> tuple[Width, Width]:
+def widths(variant):
     """Return the loads and stores that the aligned path of a kernel consists of; zero of them if it has none."""
     macros = variant.macros
     none = Width(32, 0)
@@ -72,7 +68,7 @@ def widths(variant: Variant) -> tuple[Width, Width]:
     return Width(128, reads * taken * source // 16), Width(128, parts * lines * taken * out // 16)
 
 
-def faults(variant: Variant, cubin: Cubin, code: Counter[tuple[str, int]]) -> list[str]:
+def faults(variant, cubin, code):
     """Return what is wrong with a compiled kernel."""
     found = []
     if cubin.parameters != [(8 * i, 8) for i in range(variant.arguments)]:
@@ -86,7 +82,7 @@ def faults(variant: Variant, cubin: Cubin, code: Counter[tuple[str, int]]) -> li
 
 
 @pytest.mark.parametrize(("architecture", "first", "step"), SAMPLES)
-def test_compiled_kernels(architecture: str, first: int, step: int, tmp_path: Path) -> None:
+def test_compiled_kernels(architecture, first, step, tmp_path):
     chosen = variants()[first::step]
     assert len(chosen) > 50
     cubins = [compile_variant(variant, architecture) for variant in chosen]
@@ -114,7 +110,7 @@ NARROW_FAULTS = ["of 2 LDG of 128 bits", "0 of 1 STG of 128 bits"]
     ],
     ids=["narrow parameter", "narrow store", "spill"],
 )
-def test_faults_are_found(parameter: str, body: str, words: list[str], tmp_path: Path) -> None:
+def test_faults_are_found(parameter, body, words, tmp_path):
     macros = {"SOURCE": "float", "TARGET": "Brain", "PAIRS": "0", "ROTATED": "0", "PARTS": "1"}
     variant = Variant("pack_groups", BROKEN.format(parameter=parameter, body=body), macros, 3)
     cubin = compile_variant(variant, "sm_90")

@@ -1,34 +1,31 @@
 """lowprec's own cuBLAS handles: one per thread and device, and their math mode under the guard."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, has_real_gpu
+from cuda_backend.device_fixture import has_real_gpu
 from lowprec.backends.cuda import bindings, cublas
 from lowprec.core import executors
 
 DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
 
 
-def reported(guard: Any) -> Any:
+def reported(guard):
     (found,) = [row for row in guard.report() if row.library == "cublas"]
     return found
 
 
-def test_a_thread_has_one_handle(software: Gpu) -> None:
+def test_a_thread_has_one_handle(software):
     mine = lowprec.cublas_handle()
     assert mine == lowprec.cublas_handle() == lowprec.cublas_handle(0)
     barrier = threading.Barrier(2)
 
-    def other() -> int:
+    def other():
         found = lowprec.cublas_handle()
         barrier.wait()
         return found
@@ -41,7 +38,7 @@ def test_a_thread_has_one_handle(software: Gpu) -> None:
         assert pool.submit(lowprec.cublas_handle).result() in theirs
 
 
-def test_after_a_failed_destruction_the_rest_is_destroyed(software: Gpu) -> None:
+def test_after_a_failed_destruction_the_rest_is_destroyed(software):
     with ThreadPoolExecutor(2) as pool:
         barrier = threading.Barrier(3)
         others = [pool.submit(lambda: (lowprec.cublas_handle(), barrier.wait())) for _ in "ab"]
@@ -63,7 +60,7 @@ def test_after_a_failed_destruction_the_rest_is_destroyed(software: Gpu) -> None
     assert {name for name, count in software.live().items() if count} <= {"streams"}
 
 
-def test_the_device_is_the_current_one(software: Gpu) -> None:
+def test_the_device_is_the_current_one(software):
     with pytest.raises(lowprec.DeviceError, match="is cuda:0, not cuda:1"):
         lowprec.cublas_handle(1)
     with pytest.raises(lowprec.DeviceError, match="there is no device cuda:7"):
@@ -76,7 +73,7 @@ EMULATED = () if has_real_gpu() else (4, 8 | FLAG)
 
 @pytest.mark.feature("`cublas_handle` and the guard")
 @pytest.mark.parametrize("raw", [DEFAULT, PEDANTIC, TF32, TF32 | FLAG, FLAG, *EMULATED])
-def test_the_guard_saves_sets_and_restores_the_raw_mode(gpu: Gpu, raw: int) -> None:
+def test_the_guard_saves_sets_and_restores_the_raw_mode(gpu, raw):
     handle = lowprec.cublas_handle()
     bindings.set_math_mode(handle, raw)
     with lowprec.fp32_guard() as guard:
@@ -87,7 +84,7 @@ def test_the_guard_saves_sets_and_restores_the_raw_mode(gpu: Gpu, raw: int) -> N
     assert bindings.math_mode(handle) == raw
 
 
-def test_a_mode_for_the_libraries(software: Gpu) -> None:
+def test_a_mode_for_the_libraries(software):
     handle = lowprec.cublas_handle()
     bindings.set_math_mode(handle, FLAG)
     with lowprec.math_mode("tf32", frameworks=True):
@@ -98,10 +95,10 @@ def test_a_mode_for_the_libraries(software: Gpu) -> None:
     assert bindings.math_mode(handle) == FLAG
 
 
-def test_a_handle_that_is_made_in_the_scope(software: Gpu) -> None:
+def test_a_handle_that_is_made_in_the_scope(software):
     lowprec.cublas_handle()
 
-    def make() -> tuple[int, int]:
+    def make():
         made = lowprec.cublas_handle()
         return made, bindings.math_mode(made)
 
@@ -112,7 +109,7 @@ def test_a_handle_that_is_made_in_the_scope(software: Gpu) -> None:
         assert bindings.math_mode(made) == DEFAULT
 
 
-def test_the_mode_changes_products(software: Gpu) -> None:
+def test_the_mode_changes_products(software):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 32, 32)).astype(np.float32)
     true = a.astype(float) @ b
@@ -124,13 +121,13 @@ def test_the_mode_changes_products(software: Gpu) -> None:
     assert fine < 1e-6 < 1e-4 < rough
 
 
-def test_a_failing_setter_is_reported(software: Gpu) -> None:
+def test_a_failing_setter_is_reported(software):
     handle = lowprec.cublas_handle()
     bindings.set_math_mode(handle, TF32)
     guard = lowprec.fp32_guard()
     reports = []
 
-    def enter() -> None:
+    def enter():
         # Twice, as a single failure would be an interrupt; in between is the call that restores the mode.
         name = "cublas.set_math_mode"
         with software.failing_call(name), software.failing_call(name, at=2), guard:
@@ -144,7 +141,7 @@ def test_a_failing_setter_is_reported(software: Gpu) -> None:
     assert bindings.math_mode(handle) == TF32
 
 
-def test_the_controller_is_registered() -> None:
+def test_the_controller_is_registered():
     from lowprec.policy.controllers import controllers
 
     assert cublas.CublasController.name in [c.name for c in controllers()]

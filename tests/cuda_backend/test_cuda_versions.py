@@ -1,11 +1,6 @@
 """Which CUDA serves a model of GPU."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,15 +17,13 @@ from support import oracles
 
 A = np.random.default_rng(0).integers(-3, 4, (16, 16)).astype(np.float32)
 
-Install = Callable[..., SoftwareGpu]
-
 
 @pytest.fixture
-def install() -> Iterator[Install]:
+def install():
     """Simulate a device of some model, with some version of CUDA."""
-    made: list[Any] = []
+    made = []
 
-    def new(capability: tuple[int, int], version: int = 130100, **model: Any) -> SoftwareGpu:
+    def new(capability, version=130100, **model):
         found = software_cuda.install(1, version=version, capability=capability, **model)
         made.append(found)
         executors.clear_caches()
@@ -46,7 +39,7 @@ def install() -> Iterator[Install]:
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 2)], ids=str)
-def test_a_v100_needs_cuda_12(install: Install, capability: tuple[int, int]) -> None:
+def test_a_v100_needs_cuda_12(install, capability):
     gpu = install(capability)
     x = gpu.put(A)
     with pytest.raises(
@@ -60,7 +53,7 @@ def test_a_v100_needs_cuda_12(install: Install, capability: tuple[int, int]) -> 
         lowprec.matmul(x, x)
 
 
-def test_a_v100_has_it_in_cuda_12(install: Install) -> None:
+def test_a_v100_has_it_in_cuda_12(install):
     gpu = install((7, 0), version=120900)
     x = gpu.put(A)
     found = gpu.get(lowprec.matmul(x, x, math_mode="fp16"))
@@ -74,9 +67,7 @@ def test_a_v100_has_it_in_cuda_12(install: Install) -> None:
         ((9, 0), 130000, False), ((12, 0), 130000, False),
     ],
 )  # fmt: skip
-def test_a_cublas_that_may_be_wrong_gives_a_warning(
-    install: Install, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int, warns: bool
-) -> None:
+def test_a_cublas_that_may_be_wrong_gives_a_warning(install, monkeypatch, capability, version, warns):
     monkeypatch.setattr(errors, "_given", set())
     gpu = install(capability, version=version)
     x = gpu.put(A)
@@ -91,7 +82,7 @@ def test_a_cublas_that_may_be_wrong_gives_a_warning(
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
-def test_fp8_is_widened_before_8_9(install: Install, capability: tuple[int, int]) -> None:
+def test_fp8_is_widened_before_8_9(install, capability):
     gpu = install(capability)
     x = gpu.put(A.astype(ml_dtypes.float8_e4m3fn))
     for out in ("float32", "float8_e5m2"):
@@ -101,7 +92,7 @@ def test_fp8_is_widened_before_8_9(install: Install, capability: tuple[int, int]
     assert packed == (["a", "b"] if capability < (8, 9) else ["b"])
 
 
-def test_a_later_device_is_reported_of_both(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_device_is_reported_of_both(install, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     gpu = install((9, 0))
     x = gpu.put(A)

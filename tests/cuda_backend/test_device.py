@@ -4,13 +4,9 @@ Operands are small whole numbers, so that every mode has one right result; and t
 queued when lowprec is called, so that a product that does not wait for it is wrong.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +14,8 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, draw, has_real_gpu
-from cuda_backend.device_libraries import OnlyDLPack, StreamedLibrary
+from cuda_backend.device_fixture import draw, has_real_gpu
+from cuda_backend.device_libraries import OnlyDLPack
 from lowprec.backends.cuda import runtime
 from support import oracles
 
@@ -38,7 +34,7 @@ TRUE = oracles.product(A, B)
 
 @pytest.mark.feature("{library}: operands still being written")
 @every_mode
-def test_operands_that_are_still_being_written(library: StreamedLibrary, mode: str) -> None:
+def test_operands_that_are_still_being_written(library, mode):
     with library.stream():
         a = library.late(A)
         found = lowprec.matmul(a, library.late(B), math_mode=mode)
@@ -48,7 +44,7 @@ def test_operands_that_are_still_being_written(library: StreamedLibrary, mode: s
 
 @pytest.mark.feature("{library}: operands dropped at once")
 @every_mode
-def test_operands_may_go_while_the_product_waits(library: StreamedLibrary, mode: str) -> None:
+def test_operands_may_go_while_the_product_waits(library, mode):
     with library.stream():
         a, b = library.late(A), library.late(B)
         found = lowprec.matmul(a, b, math_mode=mode)
@@ -60,8 +56,8 @@ def test_operands_may_go_while_the_product_waits(library: StreamedLibrary, mode:
 
 
 @pytest.mark.feature("{library}: threads on streams of their own")
-def test_threads_on_streams_of_their_own(library: StreamedLibrary) -> None:
-    def work(number: int) -> bool:
+def test_threads_on_streams_of_their_own(library):
+    def work(number):
         right = True
         with library.stream():
             x, y = library.late(A + number), library.late(B)
@@ -77,7 +73,7 @@ def test_threads_on_streams_of_their_own(library: StreamedLibrary) -> None:
 
 @pytest.mark.feature("{library}: with another library's operand")
 @every_mode
-def test_two_libraries_in_one_product(library: StreamedLibrary, mode: str) -> None:
+def test_two_libraries_in_one_product(library, mode):
     for first in (True, False):
         b = library.other(B)
         with library.stream():
@@ -91,14 +87,14 @@ def test_two_libraries_in_one_product(library: StreamedLibrary, mode: str) -> No
 
 @pytest.mark.feature("JAX: operands still being computed")
 @every_mode
-def test_jax_operands_that_are_still_being_computed(mode: str) -> None:
+def test_jax_operands_that_are_still_being_computed(mode):
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     if has_real_gpu() and jax.devices()[0].platform != "gpu":
         pytest.skip("JAX sees no GPU")
     side = 8192 if has_real_gpu() else 64
 
     @jax.jit
-    def after_a_long_product(long: Any, x: Any) -> Any:
+    def after_a_long_product(long, x):
         # Products of zeros, on which the operand depends; the compiler does not know that they are zeros.
         for _ in range(8):
             long = long @ long
@@ -113,7 +109,7 @@ def test_jax_operands_that_are_still_being_computed(mode: str) -> None:
 
 @pytest.mark.feature("arrays known by DLPack alone")
 @every_mode
-def test_arrays_known_by_dlpack_alone(library: StreamedLibrary, mode: str) -> None:
+def test_arrays_known_by_dlpack_alone(library, mode):
     with library.stream():
         a, b = OnlyDLPack(library.late(A)), OnlyDLPack(library.late(B))
         found = lowprec.matmul(a, b, math_mode=mode)
@@ -123,7 +119,7 @@ def test_arrays_known_by_dlpack_alone(library: StreamedLibrary, mode: str) -> No
 
 @pytest.mark.feature("several devices")
 @every_mode
-def test_a_device_that_is_not_current(gpu: Gpu, mode: str) -> None:
+def test_a_device_that_is_not_current(gpu, mode):
     if runtime.call("cudaGetDeviceCount") < 2:
         pytest.skip("there is one device")
     found = lowprec.matmul(gpu.put(A, 1), gpu.put(B, 1), math_mode=mode)
@@ -137,7 +133,7 @@ def test_a_device_that_is_not_current(gpu: Gpu, mode: str) -> None:
 # -- graphs ---------------------------------------------------------------------------------------
 
 #: Element type of the operands, and arguments; by what the backend has to do for it.
-CAPTURED: dict[str, tuple[Any, dict[str, Any]]] = {
+CAPTURED = {
     "fp32": (np.float32, {"math_mode": "fp32"}),
     "tf32": (np.float32, {"math_mode": "tf32"}),
     "bf16": (np.float32, {"math_mode": "bf16"}),
@@ -151,7 +147,7 @@ CAPTURED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.feature("CUDA graph of {library}, prepared operand")
 @pytest.mark.parametrize("warm", [True, False])
-def test_captured_products_of_a_prepared_operand_replay(library: StreamedLibrary, warm: bool) -> None:
+def test_captured_products_of_a_prepared_operand_replay(library, warm):
     """What is there when the graph is captured is the graph's for good, what is not is made by the graph."""
     with library.stream():
         a, b = library.late(A), library.late(B)
@@ -175,7 +171,7 @@ def test_captured_products_of_a_prepared_operand_replay(library: StreamedLibrary
 
 @pytest.mark.feature("CUDA graph of {library}: {case}")
 @pytest.mark.parametrize("case", CAPTURED)
-def test_captured_products_replay(library: StreamedLibrary, case: str) -> None:
+def test_captured_products_replay(library, case):
     dtype, given = CAPTURED[case]
     keywords, host_bias = dict(given), draw(3, N)
     with library.stream():
@@ -203,11 +199,11 @@ def test_captured_products_replay(library: StreamedLibrary, case: str) -> None:
 
 
 @pytest.mark.feature("scopes, guard and `rtol`")
-def test_scopes_guard_and_rtol(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_scopes_guard_and_rtol(gpu, rng):
     a, b = rng.standard_normal((2, 512, 512), dtype=np.float32)
     x, y, true = gpu.put(a), gpu.put(b), oracles.product(a, b)
 
-    def error(result: Any) -> float:
+    def error(result):
         return float(np.linalg.norm(gpu.get(result) - true) / np.linalg.norm(true))
 
     # Rounding two operands to 8 bits costs about 2^-8 / sqrt(6) each, FP32 sums stay below 1e-5.
@@ -223,7 +219,7 @@ def test_scopes_guard_and_rtol(gpu: Gpu, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.feature("the plan names algorithm and units, `info` the device")
-def test_reported_fields(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_reported_fields(gpu, rng):
     x = gpu.put(rng.standard_normal((512, 512), dtype=np.float32))
     units = {mode: dict(lowprec.plan(x, x, math_mode=mode).algorithm)["units"] for mode in MODES}
     # Which kernel runs is cuBLAS's choice, and on a device it may choose FMA for TF32, or report no instruction.
@@ -238,7 +234,7 @@ def test_reported_fields(gpu: Gpu, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.feature("`profile`")
-def test_a_profile_takes_times_by_events(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_a_profile_takes_times_by_events(gpu, rng):
     x = gpu.put(rng.standard_normal((512, 512), dtype=np.float32))
     with lowprec.profile() as profile:
         for mode in ("fp32", "tf32"):
@@ -253,7 +249,7 @@ def test_a_profile_takes_times_by_events(gpu: Gpu, rng: np.random.Generator) -> 
 
 @pytest.mark.feature("`autotune`, and its choice on disk")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_a_measured_choice(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_measured_choice(gpu, tmp_path, monkeypatch, mode):
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     reset()
     x, y = gpu.put(A), gpu.put(B)
@@ -267,7 +263,7 @@ def test_a_measured_choice(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.feature("what cannot be done is refused")
-def test_refusals(gpu: Gpu) -> None:
+def test_refusals(gpu):
     x = gpu.put(A)
     with pytest.raises(lowprec.DeviceError, match="a is on cuda:0 and b on cpu"):
         lowprec.matmul(x, B)
@@ -276,12 +272,12 @@ def test_refusals(gpu: Gpu) -> None:
 
 
 @pytest.mark.feature("memory does not grow")
-def test_memory_does_not_grow(gpu: Gpu) -> None:
+def test_memory_does_not_grow(gpu):
     """Once every kind of product has run, more of them take no memory of the device."""
     dtypes = (np.float32, ml_dtypes.bfloat16, np.int8)
     arrays = [gpu.put(A[:n, :n].astype(dtype)) for n in (16, 20, 24) for dtype in dtypes]
 
-    def work() -> int:
+    def work():
         for x, mode in itertools.product(arrays, MODES):
             gpu.get(lowprec.matmul(x, x, math_mode=mode))
         gc.collect()

@@ -1,17 +1,12 @@
 """cuBLASLt's own emulation of FP32 (``bf16x9``) and of FP64 (``fp64_emulated``): results, descriptors, workspace."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
 import lowprec
 import software_cuda
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, SoftwareGpu, TorchGpu, has_real_gpu
+from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
 from lowprec.backends.cuda.models import BF16X9, FIXED_POINT
 from lowprec.core import executors
 from lowprec.formats import DType
@@ -28,20 +23,18 @@ cases = pytest.mark.parametrize(("mode", "dtype"), CASES)
 #: Small products are slower emulated, and then native.
 SIZES = [(512, 512, 512), (2048, 1040, 1024)] if has_real_gpu() else [(1, 1, 40), (33, 17, 40), (64, 48, 100)]
 
-Array = np.ndarray[Any, Any]
 
-
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+def normal(rng, shape, dtype):
     x = rng.standard_normal(shape)
     return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
 
 
 @pytest.fixture
-def install() -> Iterator[Callable[..., SoftwareGpu]]:
+def install():
     """Simulate a device of some compute capability, with some version of cuBLAS."""
-    made: list[software_cuda.Software] = []
+    made = []
 
-    def new(capability: tuple[int, int] = (10, 0), version: int = 131000) -> SoftwareGpu:
+    def new(capability=(10, 0), version=131000):
         made.append(software_cuda.install(1, version=version, capability=capability))
         executors.clear_caches()
         return SoftwareGpu(made[-1])
@@ -58,11 +51,10 @@ def install() -> Iterator[Callable[..., SoftwareGpu]]:
 
 
 @pytest.fixture
-def emulating(request: pytest.FixtureRequest) -> Gpu:
+def emulating(request):
     """A GPU on which cuBLASLt emulates."""
     if not has_real_gpu():
-        made: SoftwareGpu = request.getfixturevalue("install")()
-        return made
+        return request.getfixturevalue("install")()
     gpu, mode, dtype = TorchGpu(), request.getfixturevalue("mode"), request.getfixturevalue("dtype")
     x = gpu.put(np.ones((8, 8), dtype))
     if lowprec.plan(x, x, math_mode=mode).kernel != KERNELS[mode]:
@@ -73,7 +65,7 @@ def emulating(request: pytest.FixtureRequest) -> Gpu:
 # -- results --------------------------------------------------------------------------------------
 
 
-def check(gpu: Gpu, a: Array, b: Array, mode: str, **rest: Any) -> None:
+def check(gpu, a, b, mode, **rest):
     """Compare a product with one in higher precision, under the plan's bound."""
     x, y = gpu.put(a), gpu.put(b)
     plan = lowprec.plan(x, y, math_mode=mode, **rest)
@@ -93,9 +85,7 @@ def check(gpu: Gpu, a: Array, b: Array, mode: str, **rest: Any) -> None:
 @cases
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("order", ["nn", "tn", "nt"])
-def test_errors_are_within_the_bound(
-    emulating: Gpu, rng: Any, mode: str, dtype: str, size: tuple[int, int, int], order: str
-) -> None:
+def test_errors_are_within_the_bound(emulating, rng, mode, dtype, size, order):
     m, n, k = size
     a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
     a, b = (np.asarray(x, order="F" if o == "t" else "C") for x, o in zip((a, b), order, strict=True))
@@ -103,7 +93,7 @@ def test_errors_are_within_the_bound(
 
 
 @cases
-def test_batches_and_strides(emulating: Gpu, rng: Any, mode: str, dtype: str) -> None:
+def test_batches_and_strides(emulating, rng, mode, dtype):
     a, b = normal(rng, (3, 20, 50), dtype), normal(rng, (50, 12), dtype)
     check(emulating, a, b, mode)
     check(emulating, a, normal(rng, (3, 50, 12), dtype), mode)
@@ -111,7 +101,7 @@ def test_batches_and_strides(emulating: Gpu, rng: Any, mode: str, dtype: str) ->
 
 
 @cases
-def test_epilogues(emulating: Gpu, rng: Any, mode: str, dtype: str) -> None:
+def test_epilogues(emulating, rng, mode, dtype):
     """Small integers are exact, so wrong addends and factors give wrong numbers."""
     a, b, c, bias = (rng.integers(-3, 4, s).astype(dtype) for s in ((9, 8), (8, 16), (9, 16), (16,)))
     x, y, z, w = map(emulating.put, (a, b, c, bias))
@@ -123,7 +113,7 @@ def test_epilogues(emulating: Gpu, rng: Any, mode: str, dtype: str) -> None:
 
 
 @cases
-def test_one_call_without_packing(install: Callable[..., SoftwareGpu], rng: Any, mode: str, dtype: str) -> None:
+def test_one_call_without_packing(install, rng, mode, dtype):
     gpu = install()
     x, y = gpu.put(normal(rng, (24, 40), dtype)), gpu.put(normal(rng, (40, 16), dtype))
     lowprec.matmul(x, y, math_mode=mode)
@@ -137,9 +127,7 @@ def test_one_call_without_packing(install: Callable[..., SoftwareGpu], rng: Any,
 
 
 @cases
-def test_a_profile_names_the_format_of_the_parts(
-    install: Callable[..., SoftwareGpu], rng: Any, mode: str, dtype: str
-) -> None:
+def test_a_profile_names_the_format_of_the_parts(install, rng, mode, dtype):
     gpu = install()
     x = gpu.put(normal(rng, (16, 16), dtype))
     with lowprec.profile() as profile:
@@ -151,7 +139,7 @@ def test_a_profile_names_the_format_of_the_parts(
 
 
 @cases
-def test_other_devices(install: Callable[..., SoftwareGpu], rng: Any, mode: str, dtype: str) -> None:
+def test_other_devices(install, rng, mode, dtype):
     """bf16x9 splits the operands, and fp64_emulated is native FP64; no emulation descriptor is created."""
     gpu = install((9, 0), 130002)
     x, y = gpu.put(normal(rng, (24, 40), dtype)), gpu.put(normal(rng, (40, 16), dtype))
@@ -166,7 +154,7 @@ def test_other_devices(install: Callable[..., SoftwareGpu], rng: Any, mode: str,
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_the_descriptor_of_fixed_point_numbers(install: Callable[..., SoftwareGpu], rng: Any, dtype: str) -> None:
+def test_the_descriptor_of_fixed_point_numbers(install, rng, dtype):
     """It has the dynamic control with at most 79 bits, and lives as long as the operation's descriptor."""
     gpu = install((9, 0))
     x = gpu.put(normal(rng, (16, 16), dtype))
@@ -185,9 +173,7 @@ def test_the_descriptor_of_fixed_point_numbers(install: Callable[..., SoftwareGp
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_the_workspace_is_what_emulation_needs(
-    install: Callable[..., SoftwareGpu], rng: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_workspace_is_what_emulation_needs(install, rng, dtype, monkeypatch):
     gpu = install((9, 0))
     x = gpu.put(normal(rng, (64, 64), dtype))
     plan = lowprec.plan(x, x, math_mode="fp64_emulated")
@@ -201,7 +187,7 @@ def test_the_workspace_is_what_emulation_needs(
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.COMPLEX128])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (64, 48, 100), (5000, 3000, 20000), (16384, 16384, 16384)], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_workspace_is_the_documented_bound(dtype: DType, shape: tuple[int, int, int], batch: int) -> None:
+def test_the_workspace_is_the_documented_bound(dtype, shape, batch):
     m, n, k = shape
     stacked = (batch,) if batch > 1 else ()
     a, b = (OperandSpec.contiguous(dtype, (*stacked, *s)) for s in ((m, k), (k, n)))
@@ -218,7 +204,7 @@ def test_the_workspace_is_the_documented_bound(dtype: DType, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_nine_products(rng: Any, dtype: str) -> None:
+def test_nine_products(rng, dtype):
     """With one term per sum, each product of parts is exact: only the sum of nine rounds, by 2^-24 eight times."""
     a, b = normal(rng, (1, 30, 1), dtype), normal(rng, (1, 1, 20), dtype)
     exact = oracles.widen(a) @ oracles.widen(b)
@@ -231,7 +217,7 @@ def test_nine_products(rng: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("bits", [7, 8, 15, 23, 55, 64])
-def test_fixed_numbers_of_bits(rng: Any, dtype: str, bits: int) -> None:
+def test_fixed_numbers_of_bits(rng, dtype, bits):
     """An operand loses less than 2^(1 - bits) of the largest number of its row or column, by whole 8-bit slices."""
     a, b = normal(rng, (1, 9, 30), dtype), normal(rng, (1, 30, 7), dtype)
     exact = a.astype(np.clongdouble) @ b.astype(np.clongdouble)
@@ -247,7 +233,7 @@ def test_fixed_numbers_of_bits(rng: Any, dtype: str, bits: int) -> None:
         assert error.max() > limit.min() * 2.0**-9, "these bits are lost"
 
 
-def test_the_dynamic_control_keeps_all_bits_or_is_native(rng: Any) -> None:
+def test_the_dynamic_control_keeps_all_bits_or_is_native(rng):
     near = rng.uniform(1, 2, (1, 8, 8))
     exact = near.astype(np.longdouble) @ near.astype(np.longdouble)
     rounded = fixed_point(near, near, Emulation(max_bits=79))
@@ -261,7 +247,7 @@ def test_the_dynamic_control_keeps_all_bits_or_is_native(rng: Any) -> None:
     ("compute", "attributes", "words"),
     [(70, {}, "an emulation descriptor with compute type 70"), (79, {3: -3}, "-3 mantissa bits")],
 )
-def test_descriptors_that_are_refused(install: Any, compute: int, attributes: dict[int, int], words: str) -> None:
+def test_descriptors_that_are_refused(install, compute, attributes, words):
     lt = install().software.cublas_lt
     emulation, operation = lt.emulation_desc_create(), lt.matmul_desc_create(compute, tables.R_64F)
     handle, layout, wanted = lt.create(), lt.matrix_layout_create(tables.R_64F, 8, 8, 8), lt.matmul_preference_create()

@@ -1,7 +1,5 @@
 """Every call of every library made to fail, one by one: a typed error, nothing left over, the next call right."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from itertools import count
@@ -12,7 +10,7 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, draw
+from cuda_backend.device_fixture import draw
 from lowprec.core import executors
 from software_cuda import cublaslt
 from support import oracles
@@ -30,19 +28,19 @@ class Case(NamedTuple):
     true: Any
     device: int = 0
 
-    def put(self, gpu: Gpu) -> list[Any]:
+    def put(self, gpu):
         return [gpu.put(x, self.device) for x in self.arrays]
 
 
-def plain(x: Any, y: Any) -> Any:
+def plain(x, y):
     return lowprec.matmul(x, y)
 
 
-def fused(x: Any, y: Any, bias: Any, c: Any) -> Any:
+def fused(x, y, bias, c):
     return lowprec.matmul(x, y, bias=bias, activation="relu", c=c, beta=2.0)
 
 
-def prepared(x: Any, y: Any) -> Any:
+def prepared(x, y):
     return lowprec.matmul(x, lowprec.prepare(y, math_mode="fp16"), math_mode="fp16")
 
 
@@ -65,22 +63,22 @@ CASES = {
 }
 
 
-def start_again() -> None:
+def start_again():
     """Forget prepared products, and give back all that the backend keeps."""
     executors.clear_caches()
     gc.collect()  # an exception and its frames may hold each other
     reset()
 
 
-def right(gpu: Gpu, found: Any, case: Case) -> bool:
+def right(gpu, found, case):
     return np.array_equal(oracles.widen(gpu.get(found)), case.true)
 
 
-def run(gpu: Gpu, case: Case) -> None:
+def run(gpu, case):
     assert right(gpu, case.call(*case.put(gpu)), case)
 
 
-def run_with_a_fault(gpu: Gpu, case: Case, position: int) -> tuple[bool, str]:
+def run_with_a_fault(gpu, case, position):
     """Run a product of which one call fails.
 
     Return whether it came to that call, and what was said; if nothing was, the product must be right.
@@ -96,7 +94,7 @@ def run_with_a_fault(gpu: Gpu, case: Case, position: int) -> tuple[bool, str]:
     return fault.happened, said
 
 
-def each_call_fails(gpu: Gpu, case: Case, check: Callable[[str], None]) -> None:
+def each_call_fails(gpu, case, check):
     """Make a product's first call fail, then its second, and so on to the last; check after each."""
     failures = 0
     for position in count(1):
@@ -110,13 +108,13 @@ def each_call_fails(gpu: Gpu, case: Case, check: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_call_may_fail(software: Gpu, name: str) -> None:
+def test_every_call_may_fail(software, name):
     case = CASES[name]
     run(software, case)  # compiles the kernels
     start_again()
     empty = software.live()
 
-    def check(when: str) -> None:
+    def check(when):
         # The very next call is right, and nothing of either is left.
         run(software, case)
         start_again()
@@ -126,13 +124,13 @@ def test_every_call_may_fail(software: Gpu, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["in place", "fused epilogue", "scaled, staged"])
-def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None:
+def test_every_call_of_a_warm_product_may_fail(software, name):
     case = CASES[name]
     run(software, case)
     each_call_fails(software, case, lambda when: run(software, case))
 
 
-def test_a_missing_algorithm_is_reported(software: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_algorithm_is_reported(software, monkeypatch):
     software.expects_cublas = True
     start_again()
     monkeypatch.setattr(cublaslt, "search", lambda *_, **__: [])

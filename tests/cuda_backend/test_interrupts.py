@@ -1,9 +1,6 @@
 """Signal handlers that multiply, or raise, in the middle of a product on a GPU."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ B = np.random.default_rng(1).integers(-3, 4, (24, 32)).astype(np.float32)
 
 
 @pytest.fixture
-def interrupted_gpu() -> Iterator[SoftwareGpu]:
+def interrupted_gpu():
     """The software CUDA, of which an interrupt may lose an event or a block, but nothing may be done wrong."""
     found = software_cuda.install()
     executors.clear_caches()
@@ -40,14 +37,14 @@ def interrupted_gpu() -> Iterator[SoftwareGpu]:
 class Products:
     """Products with a bias, each of numbers of its own."""
 
-    def __init__(self, gpu: SoftwareGpu, mode: str, *, cold: bool = False) -> None:
+    def __init__(self, gpu, mode, *, cold=False):
         self.gpu = gpu
         self.mode = mode
         self.cold = cold
         self.count = 0
         self.a, self.b = gpu.put(A), gpu.put(B)
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.count += 1
         bias = np.full(32, self.count % 100, np.float32)
         if self.cold:
@@ -56,7 +53,7 @@ class Products:
         np.testing.assert_array_equal(self.gpu.get(found), A @ B + bias)
 
 
-def strike(multiply: Products, step: int) -> int:
+def strike(multiply, step):
     """Multiply in the middle of a product, at each ``step``-th of its lines; return how many it has."""
     multiply()
     at = 0
@@ -68,16 +65,14 @@ def strike(multiply: Products, step: int) -> int:
 # Products that rewrite their operands run kernels on the software devices, which takes time.
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
 @pytest.mark.sampled(3)
-def test_a_handler_that_multiplies_in_the_middle(software: SoftwareGpu, mode: str, step: int) -> None:
+def test_a_handler_that_multiplies_in_the_middle(software, mode, step):
     assert strike(Products(software, mode), step) > 30
 
 
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 3), ("bf16", 17), ("fp16", 41)])
 @pytest.mark.sampled(3)
 @pytest.mark.sweep
-def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
-    software: SoftwareGpu, mode: str, step: int
-) -> None:
+def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(software, mode, step):
     assert strike(Products(software, mode, cold=True), step) > 100
 
 
@@ -85,7 +80,7 @@ def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
 @pytest.mark.sampled(3)
 @pytest.mark.sweep
-def test_after_an_interrupt_the_next_product_is_right(interrupted_gpu: SoftwareGpu, mode: str, step: int) -> None:
+def test_after_an_interrupt_the_next_product_is_right(interrupted_gpu, mode, step):
     multiply = Products(interrupted_gpu, mode)
     multiply()
     came = []

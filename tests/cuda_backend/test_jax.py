@@ -3,22 +3,18 @@
 Its streams are unknown and late, and its unused memory is poisoned.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu, draw
+from cuda_backend.device_fixture import draw
 from lowprec.arrays import libraries
 from lowprec.backends.cuda import memory
 from software_cuda.jax import Jax
@@ -32,7 +28,7 @@ TRUE = oracles.product(A, B)
 
 
 @pytest.fixture(params=[True, False], ids=["streams", "no streams"])
-def jax(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Jax]:
+def jax(software, monkeypatch, request):
     """A JAX on the software devices, whose client has a stream for others, or none."""
     made = Jax(software.software.runtime, has_streams=request.param)
     monkeypatch.setitem(sys.modules, "jax", made)
@@ -45,7 +41,7 @@ def jax(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_operands_that_are_still_being_computed(jax: Jax, mode: str) -> None:
+def test_operands_that_are_still_being_computed(jax, mode):
     a, b = (jax.add(jax.asarray(x - 1), 1) for x in (A, B))
     found = lowprec.matmul(a, b, math_mode=mode)
     assert type(found) is jax.Array
@@ -58,14 +54,14 @@ def test_operands_that_are_still_being_computed(jax: Jax, mode: str) -> None:
     np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
 
 
-def test_addend_bias_and_activation(jax: Jax) -> None:
+def test_addend_bias_and_activation(jax):
     a, b, c, bias = (jax.asarray(x) for x in (A, B, C, C[0]))
     found = lowprec.matmul(a, b, c=c, beta=2.0, bias=bias, activation="relu")
     np.testing.assert_array_equal(jax.asnumpy(found), np.maximum(TRUE + 2 * C + C[0], 0))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_operands_may_go_while_the_product_waits(jax: Jax, mode: str) -> None:
+def test_operands_may_go_while_the_product_waits(jax, mode):
     a, b = jax.asarray(A), jax.asarray(B)
     found = lowprec.matmul(a, b, math_mode=mode)
     del a, b
@@ -76,7 +72,7 @@ def test_operands_may_go_while_the_product_waits(jax: Jax, mode: str) -> None:
     np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
 
 
-def test_another_device_than_the_current_one(jax: Jax, software: SoftwareGpu) -> None:
+def test_another_device_than_the_current_one(jax, software):
     a, b = jax.asarray(A, device=1), jax.asarray(B, device=1)
     found = lowprec.matmul(a, b, math_mode="bf16")
     assert found.device is a.device
@@ -87,14 +83,14 @@ def test_another_device_than_the_current_one(jax: Jax, software: SoftwareGpu) ->
 
 
 @pytest.mark.parametrize("committed", [None, 0], ids=["uncommitted", "committed"])
-def test_a_result_is_committed_as_its_operands_are(jax: Jax, committed: int | None) -> None:
+def test_a_result_is_committed_as_its_operands_are(jax, committed):
     a, b = jax.asarray(A, device=committed), jax.asarray(B)
     found = lowprec.matmul(a, b)
     assert found.committed is (committed is not None)
     np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
 
 
-def test_another_librarys_operand(jax: Jax, software: SoftwareGpu) -> None:
+def test_another_librarys_operand(jax, software):
     found = lowprec.matmul(jax.asarray(A), software.put(B))
     assert type(found) is jax.Array
     np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
@@ -102,15 +98,13 @@ def test_another_librarys_operand(jax: Jax, software: SoftwareGpu) -> None:
     np.testing.assert_array_equal(software.get(other), TRUE)
 
 
-def test_a_result_known_only_by_dlpack_is_adopted(jax: Jax, software: SoftwareGpu) -> None:
+def test_a_result_known_only_by_dlpack_is_adopted(jax, software):
     found = jax.dlpack.from_dlpack(lowprec.matmul(software.put(A), software.put(B)))
     np.testing.assert_array_equal(jax.asnumpy(jax.add(found, 1)), TRUE + 1)
 
 
 @pytest.mark.parametrize("by_jax", [True, False], ids=["of JAX's arrays", "adopted"])
-def test_a_result_may_go_while_jax_reads_it(
-    jax: Jax, software: SoftwareGpu, by_jax: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_may_go_while_jax_reads_it(jax, software, by_jax, monkeypatch):
     """JAX frees it in the order of its compute stream, which is another one than it passes to lowprec."""
     monkeypatch.setattr(memory, "_MAX_DEAD", 0)
     operands = [jax.asarray(x) if by_jax else software.put(x) for x in (A, B)]
@@ -125,15 +119,15 @@ def test_a_result_may_go_while_jax_reads_it(
     np.testing.assert_array_equal(jax.asnumpy(late), TRUE + 1)
 
 
-def test_a_donated_array_is_refused(jax: Jax) -> None:
+def test_a_donated_array_is_refused(jax):
     a = jax.asarray(A)
     assert jax.donate(a)
     with pytest.raises(lowprec.ArrayError, match="has been deleted"):
         lowprec.matmul(a, a)
 
 
-def test_an_export_that_fails_is_reported(jax: Jax, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any, **_: Any) -> object:
+def test_an_export_that_fails_is_reported(jax, monkeypatch):
+    def refuse(self, **_):
         raise RuntimeError("INTERNAL: the device was lost")
 
     monkeypatch.setattr(jax.Array, "__dlpack__", refuse)
@@ -145,7 +139,7 @@ def test_an_export_that_fails_is_reported(jax: Jax, monkeypatch: pytest.MonkeyPa
 # -- release of operands --------------------------------------------------------------------------
 
 
-def test_an_operand_is_held_until_it_is_read(jax: Jax, software: SoftwareGpu) -> None:
+def test_an_operand_is_held_until_it_is_read(jax, software):
     """Without the thread, finished work holds its operand until the next call."""
     a = jax.asarray(A)
     lowprec.matmul(a, a)
@@ -156,7 +150,7 @@ def test_an_operand_is_held_until_it_is_read(jax: Jax, software: SoftwareGpu) ->
 
 @pytest.mark.usefixtures("waiting_thread")
 @pytest.mark.parametrize("device", [0, 1])
-def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -> None:
+def test_an_operand_can_be_donated_without_another_call(jax, device):
     a = jax.asarray(A, device=device)
     found = lowprec.matmul(a, a, math_mode="bf16")
     assert a.buffer.free.wait(60)  # only a failure takes this long
@@ -171,7 +165,7 @@ def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -
 
 
 @pytest.mark.usefixtures("waiting_thread")
-def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu) -> None:
+def test_the_thread_outlives_a_device_that_fails(jax, software):
     failing = software.failing_call("cudaEventQuery")
     with failing as failure:
         a = jax.asarray(A)
@@ -185,8 +179,8 @@ def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu
 
 
 @pytest.mark.usefixtures("waiting_thread")
-def test_threads_multiply_while_it_polls(jax: Jax) -> None:
-    def work(number: int) -> bool:
+def test_threads_multiply_while_it_polls(jax):
+    def work(number):
         right = True
         x, y = jax.asarray(A + number), jax.asarray(B)
         true = oracles.product(A + number, B)

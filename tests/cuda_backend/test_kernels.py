@@ -3,14 +3,10 @@
 The very sources that a GPU runs are executed here, compiled for the host.
 """
 
-from __future__ import annotations
-
 import mmap
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,8 +22,8 @@ from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.backends.cuda.staging import epilogue
 from lowprec.errors import LowprecError
 from lowprec.formats import DType
-from lowprec.modes import MathMode, available_modes
-from lowprec.planning import Activation, GemmPlan, GemmProblem, MatrixStack, OperandSpec, plan_gemm
+from lowprec.modes import available_modes
+from lowprec.planning import Activation, GemmProblem, MatrixStack, OperandSpec, plan_gemm
 from lowprec.planning.cublaslt.calls import PACKED, Packing
 from software_cuda import compiler, install, uninstall
 from support import oracles
@@ -55,7 +51,7 @@ D = DType
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[None]:
+def device():
     """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
     if has_real_gpu():
         yield
@@ -68,23 +64,21 @@ def device() -> Iterator[None]:
     assert not software.faults
 
 
-def each_of(variants: list[tuple[Any, ...]]) -> Any:
+def each_of(variants):
     """Parametrize a test by packings."""
     names = [f"{a}-{b}-{'scaled' if s else 'as it is'}-{how}" for a, b, s, how in variants]
     return pytest.mark.parametrize("variant", variants, ids=names)
 
 
-def packing_of(
-    array: np.ndarray, source: DType, target: DType, scaled: bool, how: str, pad: tuple[int, int]
-) -> Packing:
+def packing_of(array, source, target, scaled, how, pad):
     """Describe the packing of an array with this much padding, in source elements."""
     rows, cols = array.shape[-2:]
     lines = (rows + pad[0]) * (2 if how == "rotated" else 1)
     leading = (cols + pad[1]) * (1 if how == "no" else 2)
-    return Packing(stack_of(array, source), target, leading, lines, scaled, how)  # type: ignore[arg-type]
+    return Packing(stack_of(array, source), target, leading, lines, scaled, how)
 
 
-def check_pack(array: np.ndarray, packing: Packing, offset: int = 0) -> None:
+def check_pack(array, packing, offset=0):
     """Run a packing on an array and compare all that it writes, and that it writes nothing else."""
     want, want_exponents = packed(array, packing)
     out = Guarded.of(want.size, want.dtype, offset)
@@ -106,7 +100,7 @@ def check_pack(array: np.ndarray, packing: Packing, offset: int = 0) -> None:
 
 @pytest.mark.feature("kernels that pack operands")
 @each_of(EVERY_PACKING)
-def test_every_packing(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
+def test_every_packing(variant, rng):
     """Through the kernels for contiguous columns, contiguous rows and any strides, padded and not."""
     for layout in ("rows", "columns", "every third"):
         for pad in ((0, 0), (3, 8)):
@@ -124,7 +118,7 @@ FEW = [SIMPLE, ROWS_SCALED, BYTES, WIDENED, ROTATED]
 
 @pytest.mark.feature("kernels that pack operands")
 @each_of(FEW)
-def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
+def test_operands_that_are_broadcast(variant, rng):
     row = lay_out(random_bits(rng, variant[0], 40), (1, 40), "rows")
     for shape in ((20, 40), (3, 20, 40)):
         array = np.broadcast_to(row, shape)
@@ -139,7 +133,7 @@ def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Ge
 
 @each_of(FEW)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_more_work_than_blocks(variant: tuple[Any, ...], layout: str, rng: np.random.Generator) -> None:
+def test_more_work_than_blocks(variant, layout, rng):
     # More for every kernel than the 32 blocks that the software device takes; the largest pieces are tiles of bytes, of
     # 128 each way, and strips of 32 rows by 512 columns, in which maxima are sought.
     array = lay_out(random_bits(rng, variant[0], 1 << 17), (9, 36, 518), layout)
@@ -147,7 +141,7 @@ def test_more_work_than_blocks(variant: tuple[Any, ...], layout: str, rng: np.ra
 
 
 @each_of(FEW)
-def test_batches_of_many_dimensions(variant: tuple[Any, ...], rng: np.random.Generator) -> None:
+def test_batches_of_many_dimensions(variant, rng):
     """Five dimensions of which no two are one: more than a launch walks."""
     base = lay_out(random_bits(rng, variant[0], 1 << 13), (3, 4, 3, 4, 3, 9, 10), "rows")
     array = base[::2, ::3, ::2, ::-1, ::2]
@@ -157,7 +151,7 @@ def test_batches_of_many_dimensions(variant: tuple[Any, ...], rng: np.random.Gen
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_shape_and_strides(data: st.DataObject) -> None:
+def test_any_shape_and_strides(data):
     variant = data.draw(st.sampled_from(FEW))
     shape = (
         *data.draw(st.lists(st.integers(0, 3), max_size=4)),
@@ -171,7 +165,7 @@ def test_any_shape_and_strides(data: st.DataObject) -> None:
     check_pack(array, packing_of(array, *variant, pad), data.draw(st.integers(0, 4)))
 
 
-def test_distances_beyond_32_bits() -> None:
+def test_distances_beyond_32_bits():
     """Two rows in two allocations, between which the process reserves 4 GiB of addresses."""
     near, far = np.zeros(1 << 26, np.int8), np.zeros(1 << 26, np.int8)
     near[:32], far[:32] = np.arange(32), -np.arange(32)
@@ -190,7 +184,7 @@ def test_distances_beyond_32_bits() -> None:
             np.testing.assert_array_equal(out[1], far[: 16 * col_stride : col_stride])
 
 
-def test_division_of_large_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_division_of_large_indices(monkeypatch):
     """Quotients and remainders on both sides of 32 bits."""
     program = (
         'extern "C" __global__ void split(const long long* numbers, long long* results, long long count)\n'
@@ -218,7 +212,7 @@ def test_division_of_large_indices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.feature("kernels that pack operands")
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_parts(name: str, rng: np.random.Generator) -> None:
+def test_parts(name, rng):
     """Side by side and one after another, up and down, through every kernel; any bits, NaN and infinities too."""
     variant, (parts, exponent, summed, as_tf32) = IN_PARTS[name]
     for layout in ("rows", "columns", "every third"):
@@ -237,7 +231,7 @@ def test_parts(name: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("target", [D.FLOAT16, D.BFLOAT16])
-def test_every_rounding_of_float32(target: DType) -> None:
+def test_every_rounding_of_float32(target):
     for values in every_rounding():
         array = values.reshape(1, -1)
         check_pack(array, packing_of(array, D.FLOAT32, target, False, "no", (0, 0)))
@@ -245,7 +239,7 @@ def test_every_rounding_of_float32(target: DType) -> None:
 
 @pytest.mark.parametrize("source", [D.FLOAT16, D.BFLOAT16, *FLOAT8])
 @pytest.mark.parametrize("target", [D.FLOAT16, D.BFLOAT16, D.FLOAT32, D.FLOAT64])
-def test_every_number_of_8_and_16_bits(source: DType, target: DType) -> None:
+def test_every_number_of_8_and_16_bits(source, target):
     array = np.arange(1 << source.bits, dtype=f"u{source.itemsize}").view(NUMPY_DTYPES[source]).reshape(1, -1)
     check_pack(array, packing_of(array, source, target, False, "no", (0, 0)))
 
@@ -253,7 +247,7 @@ def test_every_number_of_8_and_16_bits(source: DType, target: DType) -> None:
 # -- scaling --------------------------------------------------------------------------------------
 
 
-def every_kind_of_row() -> np.ndarray:
+def every_kind_of_row():
     """Return rows of float32 that are hard to scale."""
     inf, nan, tiny = np.inf, np.nan, 1e-45
     rows = [
@@ -273,7 +267,7 @@ def every_kind_of_row() -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "every third"])
-def test_rows_that_are_hard_to_scale(layout: str, rng: np.random.Generator) -> None:
+def test_rows_that_are_hard_to_scale(layout, rng):
     rows = np.tile(every_kind_of_row(), (1, 4))
     array = lay_out(rows.reshape(-1), rows.shape, layout)
     np.testing.assert_array_equal(array, rows)
@@ -289,7 +283,7 @@ NARROWING = [v for v in EVERY_PACKING if v[1] in (D.FLOAT16, D.BFLOAT16) and v[0
 @each_of(NARROWING)
 @pytest.mark.parametrize("layout", ["rows", "columns", "every third", "backwards"])
 @pytest.mark.sampled(2)
-def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> None:
+def test_no_nan_is_lost_in_packing(variant, layout):
     """Signalling and quiet, with few and with all bits of the payload, of both signs, each in a row of its own."""
     nans = oracles.nans(NUMPY_DTYPES[variant[0]].type(0).real.dtype)
     values = np.ones((len(nans) + 3, 16), NUMPY_DTYPES[variant[0]])
@@ -306,7 +300,7 @@ def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> Non
 # -- epilogues ------------------------------------------------------------------------------------
 
 
-def run_epilogue(spec: Epilogue, arrays: Sequence[np.ndarray | None], alpha: complex, beta: complex) -> None:
+def run_epilogue(spec, arrays, alpha, beta):
     """Run it on product, out, c, bias and exponents, of which the last may be missing."""
     with DeviceCopies(STREAM) as device:
         addresses = [device.put(x) for x in (*arrays, *[None] * (6 - len(arrays)))]
@@ -315,24 +309,24 @@ def run_epilogue(spec: Epilogue, arrays: Sequence[np.ndarray | None], alpha: com
 
 
 def check_epilogue(
-    rng: np.random.Generator,
-    product: DType,
-    out: DType,
-    c: DType | None = None,
-    bias: DType | None = None,
+    rng,
+    product,
+    out,
+    c=None,
+    bias=None,
     *,
-    shape: tuple[int, ...] = (2, 19, 24),
-    out_layout: str = "rows",
-    c_layout: str = "rows",
-    pad: int = 0,
-    activation: Activation | None = None,
-    scaled: bool = False,
-    alpha: complex = 1.0,
-    beta: complex = 0.0,
-    offset: int = 0,
-    c_offset: int = 0,
-    bias_stride: int = 1,
-) -> None:
+    shape=(2, 19, 24),
+    out_layout="rows",
+    c_layout="rows",
+    pad=0,
+    activation=None,
+    scaled=False,
+    alpha=1.0,
+    beta=0.0,
+    offset=0,
+    c_offset=0,
+    bias_stride=1,
+):
     """Make a result and compare all that is written; GELU within the error of the hyperbolic tangent."""
     *batch, rows, cols = shape
     values = np.zeros((*batch, rows, cols + pad), NUMPY_DTYPES[product])
@@ -371,12 +365,12 @@ def check_epilogue(
 @pytest.mark.parametrize(("product", "out"), RESULTS, ids=str)
 @pytest.mark.parametrize("out_layout", ["rows", "columns", "every third", "backwards"])
 @pytest.mark.sampled(2)
-def test_results(product: DType, out: DType, out_layout: str, rng: np.random.Generator) -> None:
+def test_results(product, out, out_layout, rng):
     for pad in (0, 8, 1):
         check_epilogue(rng, product, out, out_layout=out_layout, pad=pad, shape=(2, 3, 19, 24))
 
 
-def float8_neighbours(dtype: DType, product: DType) -> np.ndarray:
+def float8_neighbours(dtype, product):
     """Numbers of a float8 type, the ties between them, and the numbers of a wider type next to both, of either sign."""
     codes = np.arange(1 << 7, dtype=np.uint8).view(NUMPY_DTYPES[dtype]).astype(np.float64)
     codes = np.sort(codes[np.isfinite(codes)])
@@ -391,7 +385,7 @@ def float8_neighbours(dtype: DType, product: DType) -> np.ndarray:
 @pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize("product", [D.FLOAT32, D.FLOAT64], ids=str)
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_results_in_float8_are_rounded_once(product: DType, dtype: DType) -> None:
+def test_results_in_float8_are_rounded_once(product, dtype):
     """To nearest, ties to even; beyond the largest number and half a step to NaN (E4M3) and infinity (E5M2)."""
     values = float8_neighbours(dtype, product)
     out = np.zeros(values.shape, NUMPY_DTYPES[dtype])
@@ -410,8 +404,8 @@ def test_results_in_float8_are_rounded_once(product: DType, dtype: DType) -> Non
 
 @pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize(("product", "addend"), ADDENDS, ids=str)
-def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.Generator) -> None:
-    factors: list[tuple[complex, complex]] = [(1, 1), (1, 0), (-1.3, 0.7)]
+def test_factors_addend_and_bias(product, addend, rng):
+    factors = [(1, 1), (1, 0), (-1.3, 0.7)]
     if product.is_complex:
         factors.append((0.3 - 2j, 1j))
     for alpha, beta in factors:
@@ -420,10 +414,10 @@ def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.G
     check_epilogue(rng, product, product, None, addend, bias_stride=3)
 
 
-def test_addends_that_are_broadcast_unread_or_the_result(rng: np.random.Generator) -> None:
+def test_addends_that_are_broadcast_unread_or_the_result(rng):
     product = random_numbers(rng, D.FLOAT32, 2 * 8 * 16).reshape(2, 8, 16)
 
-    def check(c: np.ndarray, beta: float, out: np.ndarray, dtype: DType = D.FLOAT32) -> None:
+    def check(c, beta, out, dtype=D.FLOAT32):
         want = (product + (c.astype(np.float32) * np.float32(beta) if beta else 0)).astype(out.dtype)
         run_epilogue(Epilogue(D.FLOAT32, 16, stack_of(out, dtype), stack_of(c, dtype)), [product, out, c], 1.0, beta)
         assert_same_bits(out, want)
@@ -438,9 +432,9 @@ def test_addends_that_are_broadcast_unread_or_the_result(rng: np.random.Generato
 
 @pytest.mark.parametrize("product", [D.FLOAT32, D.COMPLEX64])
 @pytest.mark.parametrize("out_layout", ["rows", "columns"])
-def test_powers_of_two_are_undone(product: DType, out_layout: str, rng: np.random.Generator) -> None:
+def test_powers_of_two_are_undone(product, out_layout, rng):
     """With exponents whose sum is beyond float32's, results that overflow and results that underflow."""
-    factors: list[complex] = [1, -0.3, 1e30, 1e-30, 0.0]
+    factors = [1, -0.3, 1e30, 1e-30, 0.0]
     for alpha in factors + ([2 - 0.7j] if product.is_complex else []):
         for shape in ((2, 19, 24), (7, 5)):
             check_epilogue(
@@ -453,7 +447,7 @@ def test_powers_of_two_are_undone(product: DType, out_layout: str, rng: np.rando
 @pytest.mark.parametrize("out", [*REAL, D.FLOAT64])
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_activations(out: DType, activation: Activation, scaled: bool, rng: np.random.Generator) -> None:
+def test_activations(out, activation, scaled, rng):
     if out is D.FLOAT64:
         check_epilogue(rng, D.FLOAT64, out, activation=activation)
     else:
@@ -463,13 +457,13 @@ def test_activations(out: DType, activation: Activation, scaled: bool, rng: np.r
 @pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize("bias", [D.INT8, D.INT32])
 @pytest.mark.parametrize("activation", [None, Activation.RELU])
-def test_integers(bias: DType, activation: Activation | None, rng: np.random.Generator) -> None:
+def test_integers(bias, activation, rng):
     for pad in (0, 8, 3):
         check_epilogue(rng, D.INT32, D.INT32, None, bias, activation=activation, pad=pad)
 
 
 @pytest.mark.parametrize("activation", [None, Activation.RELU])
-def test_integers_saturate(activation: Activation | None) -> None:
+def test_integers_saturate(activation):
     limits = np.iinfo(np.int32)
     edges = [limits.min, limits.min + 1, -(2**30), -1, 0, 1, 2**30, limits.max - 1, limits.max]
     product = np.repeat(np.array(edges, np.int32)[:, None], len(edges), axis=1)
@@ -482,7 +476,7 @@ def test_integers_saturate(activation: Activation | None) -> None:
     np.testing.assert_array_equal(out, np.maximum(want, 0) if activation else want)
 
 
-def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
+def test_special_numbers_pass_through(rng):
     product = np.array([[np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-45, 65519.9, 65520.0]], np.float32)
     for activation in (None, Activation.RELU):
         for dtype in (D.FLOAT32, D.FLOAT16, D.BFLOAT16):
@@ -501,7 +495,7 @@ def test_special_numbers_pass_through(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT64], ids=str)
-def test_gelu_has_its_limits(dtype: DType) -> None:
+def test_gelu_has_its_limits(dtype):
     product = np.array([[-np.inf, np.inf, np.nan, -3e38, 3e38, -0.0, 0.0]], NUMPY_DTYPES[dtype])
     out = np.zeros_like(product)
     spec = Epilogue(dtype, 7, stack_of(out, dtype), activation=Activation.GELU)
@@ -513,7 +507,7 @@ def test_gelu_has_its_limits(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT16, D.BFLOAT16], ids=str)
 @pytest.mark.parametrize("activation", [None, *Activation])
 @pytest.mark.parametrize("layout", ["rows", "every third"])
-def test_no_nan_is_lost_in_a_result(dtype: DType, activation: Activation | None, layout: str) -> None:
+def test_no_nan_is_lost_in_a_result(dtype, activation, layout):
     nans = oracles.nans(np.float32)
     product = np.ones((len(nans), 8), np.float32)
     product[:, 3] = nans
@@ -524,7 +518,7 @@ def test_no_nan_is_lost_in_a_result(dtype: DType, activation: Activation | None,
         np.testing.assert_array_equal(np.isnan(oracles.widen(out)), np.isnan(product))
 
 
-def test_results_of_many_dimensions(rng: np.random.Generator) -> None:
+def test_results_of_many_dimensions(rng):
     product = random_numbers(rng, D.FLOAT32, 3 * 2 * 3 * 2 * 2 * 5 * 8)
     product = product.reshape(3, 2, 3, 2, 2, 5, 8)
     base = np.zeros((5, 3, 5, 3, 3, 5, 8), np.float32)
@@ -541,8 +535,8 @@ def test_results_of_many_dimensions(rng: np.random.Generator) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_result(data: st.DataObject) -> None:
-    def draw(*values: Any) -> Any:
+def test_any_result(data):
+    def draw(*values):
         return data.draw(st.sampled_from(values))
 
     extents = st.tuples(st.integers(0, 40), st.integers(0, 40))
@@ -558,10 +552,10 @@ def test_any_result(data: st.DataObject) -> None:
 # -- plans ----------------------------------------------------------------------------------------
 
 
-def every_plan(mode: MathMode) -> Iterator[GemmPlan]:
+def every_plan(mode):
     """Yield plans for all element types, on arrays of which every second element counts: none is left in place."""
 
-    def spec(dtype: DType, *shape: int) -> OperandSpec:
+    def spec(dtype, *shape):
         return OperandSpec(dtype, shape, (2 * shape[-1], 2)[-len(shape) :])
 
     operands = [dtype for dtype in D if dtype.results]
@@ -579,7 +573,7 @@ def every_plan(mode: MathMode) -> Iterator[GemmPlan]:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", available_modes(), ids=str)
-def test_plans_use_only_tested_packings_and_epilogues(mode: MathMode) -> None:
+def test_plans_use_only_tested_packings_and_epilogues(mode):
     asked = []
     for plan in every_plan(mode):
         call = plan.call
@@ -610,7 +604,7 @@ def test_plans_use_only_tested_packings_and_epilogues(mode: MathMode) -> None:
     [(D.FLOAT32, D.FLOAT32, D.FLOAT32), (D.FLOAT32, D.BFLOAT16, D.FLOAT32), (D.COMPLEX64, D.COMPLEX64, D.FLOAT32)],
     ids=str,
 )  # fmt: skip
-def test_nonfinite_results_are_recomputed(product: DType, a: DType, b: DType) -> None:
+def test_nonfinite_results_are_recomputed(product, a, b):
     """And nothing else: batches, any strides, a product with padding; small integers, so that sums are exact."""
     rng = np.random.default_rng(0)
     left = rng.integers(-3, 4, (2, 3, 5, 8)).astype(NUMPY_DTYPES[a])[:, ::2, ::-1, ::2]

@@ -1,18 +1,12 @@
 """Warm products: the calls of each, and the arguments and workspaces that calls do not share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu, draw
+from cuda_backend.device_fixture import draw
 from lowprec.backends.cuda import epilogue, packing
-from software_cuda.cupy import Cupy
 from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -31,7 +25,7 @@ AS_STORED = ["cuCtxGetDevice", TAKE, "matmul", GIVE]
 STAGED = ["cuCtxGetDevice", "cudaStreamIsCapturing", TAKE]
 
 #: By mode, or the type that all operands have.
-CALLS: dict[str, list[str]] = {
+CALLS = {
     "fp32": AS_STORED,
     "tf32": AS_STORED,
     "bf16": [*STAGED, KERNEL, KERNEL, "matmul", GIVE],
@@ -44,14 +38,14 @@ CALLS: dict[str, list[str]] = {
 }
 
 
-def calls_of(software: SoftwareGpu, call: Callable[[], Any]) -> list[str]:
+def calls_of(software, call):
     before = software.calls_made()
     call()
     return [x.partition(".")[2] for x in software.software.calls[before:]]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, name: str) -> None:
+def test_calls_of_a_warm_product(software, cupy, name):
     software.software.switches.first_algorithm = False
     dtype = {"int8": np.int8, "bfloat16": BF16}.get(name, np.float32)
     a, b = A.astype(dtype), B.astype(dtype)
@@ -59,7 +53,7 @@ def test_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, name: str) -
     n = b.shape[1]
     like = np.int32 if name == "int8" else dtype
     x, y, out, first, second = (cupy.asarray(z) for z in (a, b, np.zeros((24, n), like), BIAS, 2 * BIAS))
-    given: dict[str, Any] = {"math_mode": name if name in MODES else "fp32", "out": out}
+    given = {"math_mode": name if name in MODES else "fp32", "out": out}
     if name == "bias":
         given |= {"bias": first, "activation": "relu"}
     for _ in range(3):
@@ -85,10 +79,10 @@ def test_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, name: str) -
     ],
 )
 @pytest.mark.sampled(2)
-def test_each_call_has_its_own_factors_and_arrays(software: SoftwareGpu, mode: str, name: str, dtype: Any) -> None:
+def test_each_call_has_its_own_factors_and_arrays(software, mode, name, dtype):
     x, y = software.put(A.astype(dtype)), software.put(B.astype(dtype))
     for alpha in (1.0, 2.0, -0.5, 1.0):
-        given: dict[str, Any] = {}
+        given = {}
         true = TRUE.astype(dtype)
         if name in ("alpha", "all"):
             given["alpha"], true = alpha, true * alpha
@@ -105,15 +99,13 @@ def test_each_call_has_its_own_factors_and_arrays(software: SoftwareGpu, mode: s
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_a_call_within_a_launch_has_arguments_of_its_own(
-    software: SoftwareGpu, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_within_a_launch_has_arguments_of_its_own(software, mode, monkeypatch):
     """As a signal handler, or another thread, may come between the arguments and the launch."""
     x, y, z = software.put(A), software.put(B), software.put(-A)
     queue, found = software.software.driver.cuLaunchKernel, []
     left = [0]
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments):
         left[0] -= 1
         if not left[0]:
             found.append(lowprec.matmul(z, y, math_mode=mode))
@@ -134,7 +126,7 @@ def test_a_call_within_a_launch_has_arguments_of_its_own(
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_measured_algorithm_has_its_workspace_from_the_first_call(software: SoftwareGpu) -> None:
+def test_a_measured_algorithm_has_its_workspace_from_the_first_call(software):
     """The block of a warm product includes the workspace of the algorithm before."""
     x, y = software.put(A), software.put(B)
     for _ in range(2):
@@ -145,7 +137,7 @@ def test_a_measured_algorithm_has_its_workspace_from_the_first_call(software: So
 
 
 @pytest.mark.usefixtures("cache")
-def test_measuring_keeps_a_fused_bias(software: SoftwareGpu) -> None:
+def test_measuring_keeps_a_fused_bias(software):
     x, y, bias = software.put(A), software.put(B), software.put(BIAS)
     assert lowprec.autotune(x, y, bias=bias).timed
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, bias=bias)), TRUE + BIAS)

@@ -1,18 +1,12 @@
 """Measuring algorithms: the time of the device alone, with operands that are in no cache."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda import autotune, runtime
-from lowprec.backends.cuda.invocation import Invocation, Operands
 from software_cuda import machine
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
@@ -24,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 # -- the host -------------------------------------------------------------------------------------
 
 
-def test_a_slow_host_is_not_measured(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_is_not_measured(software, monkeypatch):
     software.same_speed()
     monkeypatch.setattr(machine, "_HOST_CALL_MS", 0.007)  # and products take 0.02
     x = software.put(A)
@@ -35,12 +29,12 @@ def test_a_slow_host_is_not_measured(software: SoftwareGpu, monkeypatch: pytest.
         assert timed.median_ms == pytest.approx(0.02 + 64**3 / 1e10, abs=1e-3)
 
 
-def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def spied(monkeypatch):
     """The cycles of each spinning kernel that is queued."""
-    cycles: list[int] = []
+    cycles = []
 
     class Spied(autotune.Launch):
-        def __call__(self, stream: int, *varying: float) -> None:
+        def __call__(self, stream, *varying):
             cycles.append(int(varying[0]))
             super().__call__(stream, *varying)
 
@@ -49,7 +43,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def simulated_time(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
+def simulated_time(software, monkeypatch):
     """The device works while the host queues, and the host's clock is the device's."""
     scheduler = software.software.runtime.scheduler
     scheduler.use("eager")
@@ -57,9 +51,7 @@ def simulated_time(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> An
     return scheduler
 
 
-def test_loading_a_kernel_does_not_lengthen_the_spinning(
-    software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_a_kernel_does_not_lengthen_the_spinning(software, simulated_time, monkeypatch):
     software.same_speed()
     software.software.cublas_lt.first_launch_ms = 20.0
     cycles = spied(monkeypatch)
@@ -72,9 +64,7 @@ def test_loading_a_kernel_does_not_lengthen_the_spinning(
         assert timed.median_ms == pytest.approx(0.02 + 64**3 / 1e10, abs=1e-3)
 
 
-def test_spinning_that_is_over_too_early_is_repeated_for_longer(
-    software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spinning_that_is_over_too_early_is_repeated_for_longer(software, simulated_time, monkeypatch):
     software.software.switches.first_algorithm = False
     cycles, done = spied(monkeypatch), iter([True, True, True, False])
     monkeypatch.setattr(runtime, "event_is_done", lambda event: next(done, False))
@@ -85,7 +75,7 @@ def test_spinning_that_is_over_too_early_is_repeated_for_longer(
     assert 0 < first < second < third
 
 
-def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_has_an_end(software, simulated_time, monkeypatch):
     software.software.switches.first_algorithm = False
     monkeypatch.setattr(machine, "_HOST_CALL_MS", 5.0)
     cycles = spied(monkeypatch)
@@ -99,14 +89,14 @@ def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeyp
 # -- the cache ------------------------------------------------------------------------------------
 
 
-def turns_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], check: Callable[..., None]) -> None:
+def turns_of(monkeypatch, call, check):
     """Autotune, with a contest that only looks at the operands of its products."""
 
     class Looks:
-        def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Any, *_: Any) -> None:
+        def __init__(self, invocation, handle, stream, turns, *_):
             self.invocation, self.turns = invocation, turns
 
-        def results(self, found: Any, progress: Any) -> Any:
+        def results(self, found, progress):
             check(self.invocation, self.turns)
             return (autotune.Measured(0, found[0], times_ms=[1.0]),)
 
@@ -114,11 +104,11 @@ def turns_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], check: Ca
     call()
 
 
-def bytes_of(software: SoftwareGpu, address: int, nbytes: int) -> bytes:
+def bytes_of(software, address, nbytes):
     return software.software.runtime.memory.at(address, nbytes, 0, "test").tobytes()
 
 
-ARRAYS: dict[str, tuple[Any, ...]] = {
+ARRAYS = {
     "square": (A, A, None),
     "odd addresses": (A[1:, 3:35], A[3:35, 5:], None),
     "backwards": (np.stack([A] * 3)[::-1], np.stack([A] * 3), None),
@@ -128,20 +118,20 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_no_product_reads_cached_operands(software: SoftwareGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_reads_cached_operands(software, name, monkeypatch):
     a, b, c = ARRAYS[name]
     x, y = software.put(a), software.put(b)
     out = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     out = software.put(out[::-1] if a.ndim > 2 else out)
     addend = {} if c is None else {"c": software.put(c), "beta": 2.0}
-    given: list[Operands] = []
-    seen: list[int] = []
+    given = []
+    seen = []
 
-    def check(invocation: Invocation, turns: Any) -> None:
+    def check(invocation, turns):
         (before,) = given
         names = [*before._fields[:2], *(["c"] if before.beta else []), "d"]
         places, _ = autotune._set_layout(invocation, before, tuple(names))
-        used: set[int] = set()
+        used = set()
         first = next(turns)
         sets = [first, *itertools.takewhile(lambda x: x != first, turns)]
         software.software.drain()
@@ -160,7 +150,7 @@ def test_no_product_reads_cached_operands(software: SoftwareGpu, name: str, monk
 
     rotated = autotune.rotated
 
-    def noted(invocation: Invocation, operands: Operands, *rest: Any) -> Any:
+    def noted(invocation, operands, *rest):
         given.append(operands)
         return rotated(invocation, operands, *rest)
 
@@ -171,13 +161,13 @@ def test_no_product_reads_cached_operands(software: SoftwareGpu, name: str, monk
 
 
 @pytest.mark.parametrize("reason", ["large", "too little memory"])
-def test_operands_that_are_not_copied(software: SoftwareGpu, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_that_are_not_copied(software, reason, monkeypatch):
     if reason == "large":
         monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
     else:
         allocate = autotune.memory.temporary
 
-        def only_small(nbytes: int, *rest: Any) -> Any:
+        def only_small(nbytes, *rest):
             if nbytes > 1 << 17:
                 raise lowprec.DeviceMemoryError("there is no more")
             return allocate(nbytes, *rest)
@@ -186,7 +176,7 @@ def test_operands_that_are_not_copied(software: SoftwareGpu, reason: str, monkey
     x = software.put(A)
     seen = []
 
-    def check(invocation: Invocation, turns: Any) -> None:
+    def check(invocation, turns):
         seen.extend(itertools.islice(turns, 3))
 
     turns_of(monkeypatch, lambda: lowprec.autotune(x, x), check)

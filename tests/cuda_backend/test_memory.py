@@ -1,19 +1,14 @@
 """The pool of device memory: when memory is reused, how long objects are held, and the state after a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
 from lowprec.errors import BackendError, DeviceMemoryError
@@ -37,25 +32,25 @@ class Small(Software):
     first: int
     second: int
 
-    def logged(self, *functions: str) -> list[tuple[Any, ...]]:
+    def logged(self, *functions):
         """Return the calls of some functions with their arguments, by default those for memory."""
         return [x for x in self.recorder.log if x[0] in (functions or OF_MEMORY)]
 
-    def names(self) -> list[str]:
+    def names(self):
         return [name for name, *_ in self.logged()]
 
-    def addresses(self) -> list[int]:
+    def addresses(self):
         """Return the addresses of the allocated memory, after all work."""
         self.drain()
         return [x.address for x in self.runtime.memory.live()]
 
-    def keep_busy(self, stream: int) -> None:
+    def keep_busy(self, stream):
         """Queue work that polling an event does not finish."""
         for _ in range(500):
             self.runtime.enqueue(self.runtime.stream(stream), "work", nothing)
 
     @contextlib.contextmanager
-    def captured(self) -> Iterator[int]:
+    def captured(self):
         """A stream that is being captured, in the strictest mode."""
         stream = int(self.runtime.cudaStreamCreateWithFlags(1)[1])
         self.runtime.begin_capture(stream)
@@ -64,23 +59,23 @@ class Small(Software):
 
 
 @pytest.fixture
-def fresh(software: SoftwareGpu) -> Small:
-    cuda: Any = software.software
+def fresh(software):
+    cuda = software.software
     cuda.__class__ = Small
     cuda.runtime.memory.limits[:] = [16 * MIB] * 2
     cuda.first, cuda.second = (int(cuda.runtime.cudaStreamCreateWithFlags(1)[1]) for _ in range(2))
-    return cuda  # type: ignore[no-any-return]
+    return cuda
 
 
 @pytest.fixture
-def cuda(fresh: Small) -> Small:
+def cuda(fresh):
     """The pool exists, which cannot be made while capturing."""
     memory._pool(GPU.index)
     fresh.recorder.log.clear()
     return fresh
 
 
-def test_a_pool_is_not_made_while_capturing(fresh: Small) -> None:
+def test_a_pool_is_not_made_while_capturing(fresh):
     with fresh.captured() as stream, pytest.raises(BackendError, match=r"memory pool, .* run it once before capturing"):
         memory.temporary(10, 0, stream)
     assert fresh.runtime.pools == {}
@@ -89,7 +84,7 @@ def test_a_pool_is_not_made_while_capturing(fresh: Small) -> None:
 # -- blocks ---------------------------------------------------------------------------------------
 
 
-def test_temporary_memory_is_freed_in_the_order_of_its_stream(cuda: Small) -> None:
+def test_temporary_memory_is_freed_in_the_order_of_its_stream(cuda):
     with cuda.captured() as captured:
         for n, stream in enumerate((LEGACY, cuda.first, captured), 1):
             with memory.temporary(1000 * n, 0, stream) as address:
@@ -101,7 +96,7 @@ def test_temporary_memory_is_freed_in_the_order_of_its_stream(cuda: Small) -> No
     assert cuda.addresses() == []
 
 
-def test_errors_of_the_work_and_of_freeing(cuda: Small) -> None:
+def test_errors_of_the_work_and_of_freeing(cuda):
     """A failure to free does not replace the error of the work, and its memory is not lost."""
     with cuda.fail("cudaFreeAsync"), pytest.raises(ValueError, match="first"), memory.temporary(10, 0, cuda.first):
         raise ValueError("first")
@@ -116,7 +111,7 @@ def test_errors_of_the_work_and_of_freeing(cuda: Small) -> None:
     assert cuda.addresses() == []
 
 
-def test_a_pool_is_bounded(fresh: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_bounded(fresh, monkeypatch):
     memory.allocate(10, GPU, LEGACY)
     monkeypatch.setattr(memory, "_LIMIT_SHARE", 2)
     memory.allocate(10, OTHER_GPU, LEGACY)
@@ -124,9 +119,7 @@ def test_a_pool_is_bounded(fresh: Small, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("setting", ["0", "1"])
-def test_results_are_open_to_other_devices_on_request(
-    cuda: Small, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+def test_results_are_open_to_other_devices_on_request(cuda, monkeypatch, setting):
     """The software has no cudaMemPoolSetAccess: it is slow (openxla/xla 19431) and unreliable (CUDA.jl 3112)."""
     monkeypatch.setenv("LOWPREC_PEER_ACCESS", setting)
     memory.allocate(10, GPU, cuda.first)
@@ -138,7 +131,7 @@ def test_results_are_open_to_other_devices_on_request(
     assert cuda.addresses() == []
 
 
-def test_a_wait_that_fails_loses_no_bytes(cuda: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_fails_loses_no_bytes(cuda, monkeypatch):
     monkeypatch.setattr(memory._pool(0), "_limit", 3 * MIB)
     for _ in range(4):
         memory.allocate(MIB, GPU, cuda.first)
@@ -149,7 +142,7 @@ def test_a_wait_that_fails_loses_no_bytes(cuda: Small, monkeypatch: pytest.Monke
     assert len(cuda.addresses()) < 4
 
 
-def test_after_a_failed_capture_its_memory_is_not_freed(cuda: Small) -> None:
+def test_after_a_failed_capture_its_memory_is_not_freed(cuda):
     with cuda.captured() as stream:
         temporary = memory.temporary(10, 0, stream)
         address = temporary.address
@@ -159,7 +152,7 @@ def test_after_a_failed_capture_its_memory_is_not_freed(cuda: Small) -> None:
     assert ("cudaFree", address) not in cuda.logged()
 
 
-def test_unused_memory_is_freed_when_there_is_too_little(cuda: Small) -> None:
+def test_unused_memory_is_freed_when_there_is_too_little(cuda):
     held = memory.allocate(6 * MIB, GPU, cuda.first)
     for stream in (cuda.first, cuda.second):
         memory.allocate(5 * MIB, GPU, stream)
@@ -175,13 +168,13 @@ def test_unused_memory_is_freed_when_there_is_too_little(cuda: Small) -> None:
 
 
 @pytest.fixture
-def three_mib(cuda: Small, monkeypatch: pytest.MonkeyPatch) -> Small:
+def three_mib(cuda, monkeypatch):
     """At most 3 MiB may be dead on device 0."""
     monkeypatch.setattr(memory._pool(0), "_limit", 3 * MIB)
     return cuda
 
 
-def test_dead_arrays_are_freed_after_one_wait_for_their_streams(three_mib: Small) -> None:
+def test_dead_arrays_are_freed_after_one_wait_for_their_streams(three_mib):
     cuda = three_mib
     block = memory.allocate(MIB, GPU, cuda.first)
     block.used_on(cuda.second)
@@ -197,7 +190,7 @@ def test_dead_arrays_are_freed_after_one_wait_for_their_streams(three_mib: Small
 
 
 @pytest.mark.parametrize("stream", [0, 2, -1], ids=["unknown", "another one in each thread", "none"])
-def test_the_device_is_synchronised_for_streams_that_are_not_known(three_mib: Small, stream: int) -> None:
+def test_the_device_is_synchronised_for_streams_that_are_not_known(three_mib, stream):
     cuda, address = three_mib, 0
     for _ in range(4):
         block = memory.allocate(MIB, GPU, cuda.first)
@@ -209,7 +202,7 @@ def test_the_device_is_synchronised_for_streams_that_are_not_known(three_mib: Sm
     assert address not in cuda.addresses()
 
 
-def test_the_device_is_synchronised_for_a_stream_that_was_destroyed(three_mib: Small) -> None:
+def test_the_device_is_synchronised_for_a_stream_that_was_destroyed(three_mib):
     cuda = three_mib
     for _ in range(4):
         memory.allocate(MIB, GPU, cuda.first).used_on(cuda.second)
@@ -220,7 +213,7 @@ def test_the_device_is_synchronised_for_a_stream_that_was_destroyed(three_mib: S
     cuda.runtime.streams[cuda.second] = found
 
 
-def test_memory_of_a_captured_stream_is_freed_later(three_mib: Small) -> None:
+def test_memory_of_a_captured_stream_is_freed_later(three_mib):
     """An event on it would be part of the graph, and a synchronisation of the device would end the capture."""
     cuda = three_mib
     with cuda.captured() as stream:
@@ -236,7 +229,7 @@ def test_memory_of_a_captured_stream_is_freed_later(three_mib: Small) -> None:
     assert not set(others) & set(cuda.addresses())
 
 
-def test_the_number_of_dead_arrays_is_bounded(cuda: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_dead_arrays_is_bounded(cuda, monkeypatch):
     monkeypatch.setattr(memory, "_MAX_DEAD", 10)
     for _ in range(13):
         memory.allocate(1, GPU, cuda.first)
@@ -244,7 +237,7 @@ def test_the_number_of_dead_arrays_is_bounded(cuda: Small, monkeypatch: pytest.M
     assert len(cuda.addresses()) == 2
 
 
-def test_the_device_is_not_waited_for_while_capturing(cuda: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_not_waited_for_while_capturing(cuda, monkeypatch):
     """It would end the capture."""
     monkeypatch.setattr(memory._pool(0), "_limit", MIB)
     for _ in range(2):
@@ -259,7 +252,7 @@ def test_the_device_is_not_waited_for_while_capturing(cuda: Small, monkeypatch: 
     assert "cudaDeviceSynchronize" not in cuda.names()
 
 
-def test_an_array_is_no_part_of_a_graph(cuda: Small) -> None:
+def test_an_array_is_no_part_of_a_graph(cuda):
     with cuda.captured() as stream:
         block = memory.allocate(1000, GPU, stream)
     assert cuda.logged() == [("cudaMalloc", 1000)]
@@ -268,7 +261,7 @@ def test_an_array_is_no_part_of_a_graph(cuda: Small) -> None:
     assert cuda.addresses() == []
 
 
-def test_a_device_without_pools(fresh: Small) -> None:
+def test_a_device_without_pools(fresh):
     fresh.runtime.devices = (DeviceModel(has_pools=False),) * 2
     with memory.temporary(1000, 0, fresh.first) as address:
         assert fresh.logged() == [("cudaMalloc", 1000)]
@@ -279,7 +272,7 @@ def test_a_device_without_pools(fresh: Small) -> None:
     assert fresh.addresses() == []
 
 
-def test_release_frees_all_but_living_blocks(cuda: Small) -> None:
+def test_release_frees_all_but_living_blocks(cuda):
     held = memory.allocate(1000, GPU, cuda.first)
     for device in (GPU, OTHER_GPU):
         memory.allocate(1000, device, LEGACY)
@@ -293,11 +286,11 @@ def test_release_frees_all_but_living_blocks(cuda: Small) -> None:
     assert {x[1] for x in cuda.logged("cudaDeviceGraphMemTrim")} == {0, 1}
 
 
-def test_blocks_from_many_threads(cuda: Small) -> None:
-    in_use: set[int] = set()
+def test_blocks_from_many_threads(cuda):
+    in_use = set()
     lock = threading.Lock()
 
-    def work(_: int) -> None:
+    def work(_):
         for n in range(50):
             blocks = [memory.allocate(x, GPU, cuda.first) for x in (n * 8, 64)]
             addresses = {x.address for x in blocks}
@@ -317,7 +310,7 @@ def test_blocks_from_many_threads(cuda: Small) -> None:
 # -- order ----------------------------------------------------------------------------------------
 
 
-def test_one_stream_waits_for_another(cuda: Small) -> None:
+def test_one_stream_waits_for_another(cuda):
     own = memory.own_stream(OTHER_GPU)
     memory.order(LEGACY, own, OTHER_GPU)
     recorded, waited = cuda.logged("cudaEventRecord", "cudaStreamWaitEvent")
@@ -333,7 +326,7 @@ def test_one_stream_waits_for_another(cuda: Small) -> None:
 
 
 @pytest.mark.parametrize("function", ["cudaEventRecord", "cudaStreamWaitEvent"])
-def test_a_join_that_fails_is_reported_and_loses_no_event(cuda: Small, function: str) -> None:
+def test_a_join_that_fails_is_reported_and_loses_no_event(cuda, function):
     status = cuda.runtime.cudaError_t.cudaErrorLaunchFailure
     with (
         cuda.fail(function, status=status),
@@ -351,13 +344,13 @@ class Owner:
     """Replaces a capsule."""
 
 
-def owners_and_count() -> tuple[list[Owner], Any]:
+def owners_and_count():
     owners = [Owner(), Owner()]
     alive = weakref.WeakSet(owners)
     return owners, lambda: len(alive)
 
 
-def test_owners_are_held_until_their_work_is_done(cuda: Small) -> None:
+def test_owners_are_held_until_their_work_is_done(cuda):
     cuda.keep_busy(cuda.first)
     slow, slow_alive = owners_and_count()
     fast, fast_alive = owners_and_count()
@@ -373,7 +366,7 @@ def test_owners_are_held_until_their_work_is_done(cuda: Small) -> None:
     assert slow_alive() == 0
 
 
-def test_the_number_of_held_objects_is_bounded(cuda: Small) -> None:
+def test_the_number_of_held_objects_is_bounded(cuda):
     cuda.keep_busy(cuda.first)
     counts = []
     for _ in range(memory._MAX_KEPT + 6):
@@ -386,7 +379,7 @@ def test_the_number_of_held_objects_is_bounded(cuda: Small) -> None:
     assert cuda.count("cudaEventSynchronize") == 6
 
 
-def test_operands_of_a_graph_are_held(cuda: Small) -> None:
+def test_operands_of_a_graph_are_held(cuda):
     owners, alive = owners_and_count()
     with cuda.captured() as stream:
         memory.keep(owners, stream, GPU)
@@ -396,7 +389,7 @@ def test_operands_of_a_graph_are_held(cuda: Small) -> None:
     assert cuda.live()["events"] == 0
 
 
-def test_owners_are_held_where_no_event_can_be_recorded(cuda: Small) -> None:
+def test_owners_are_held_where_no_event_can_be_recorded(cuda):
     owners, alive = owners_and_count()
     with cuda.fail("cudaEventRecord"), pytest.raises(BackendError, match="cudaEventRecord failed"):
         memory.keep(owners, cuda.first, GPU)
@@ -405,13 +398,13 @@ def test_owners_are_held_where_no_event_can_be_recorded(cuda: Small) -> None:
     assert alive() == 2
 
 
-def test_objects_that_use_the_pool_when_they_are_released(cuda: Small) -> None:
+def test_objects_that_use_the_pool_when_they_are_released(cuda):
     class Nested:
-        def __del__(self) -> None:
+        def __del__(self):
             memory.keep([object()], cuda.first, GPU)
             found.append(memory.release_finished())
 
-    found: list[bool] = []
+    found = []
     for _ in range(2):
         memory.keep([Nested()], cuda.first, GPU)
     cuda.drain()
@@ -421,13 +414,13 @@ def test_objects_that_use_the_pool_when_they_are_released(cuda: Small) -> None:
     assert len(found) == 2
 
 
-def test_operands_released_by_another_thread_meanwhile(cuda: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_released_by_another_thread_meanwhile(cuda, monkeypatch):
     events = memory._pool(GPU.index).events
     cuda.keep_busy(cuda.first)
     memory.keep([object()], cuda.first, GPU)
     cuda.drain()
 
-    def release_first(event: Any) -> bool:
+    def release_first(event):
         monkeypatch.undo()
         return not memory.release_finished()
 
@@ -436,22 +429,22 @@ def test_operands_released_by_another_thread_meanwhile(cuda: Small, monkeypatch:
     assert len(events) == 1
 
 
-def test_operands_kept_by_many_threads(cuda: Small) -> None:
+def test_operands_kept_by_many_threads(cuda):
     """None is released before its work is done."""
 
     class Operand:
-        def __init__(self, done: list[bool]) -> None:
+        def __init__(self, done):
             self.done = done
 
-        def __del__(self) -> None:
+        def __del__(self):
             early.append(not self.done)
 
-    early: list[bool] = []
+    early = []
 
-    def work(number: int) -> None:
+    def work(number):
         stream = (cuda.first, cuda.second)[number % 2]
         for _ in range(40):
-            done: list[bool] = []
+            done = []
             with cuda.runtime.lock:
                 cuda.runtime.enqueue(cuda.runtime.stream(stream), "work", partial(done.append, True))
             memory.keep([Operand(done)], stream, GPU)
@@ -464,7 +457,7 @@ def test_operands_kept_by_many_threads(cuda: Small) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def test_the_end_of_the_process_is_quiet() -> None:
+def test_the_end_of_the_process_is_quiet():
     """Blocks and owners are alive at the end, some of them in cycles."""
     code = """
         import sys

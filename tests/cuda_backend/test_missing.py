@@ -1,10 +1,7 @@
 """The errors for arrays on a GPU where a package, the driver or a device is missing."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,13 +19,13 @@ pytest.importorskip("nvmath", reason="nvmath-python is not installed")
 class OnDevice:
     """An array on cuda:0 that is known by DLPack alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.host = np.ones((4, 4), np.float32)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, 0)
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         block = SimpleNamespace(address=self.host.ctypes.data, used_on=lambda _: None)
         memory = SimpleNamespace(allocate=lambda *_: block)
         with mock.patch.object(device_memory, "provider", return_value=memory):
@@ -37,7 +34,7 @@ class OnDevice:
 
 
 @pytest.fixture
-def fresh() -> Any:
+def fresh():
     """The modules are loaded again, and restored at the end."""
     before = module.use(None)
     yield
@@ -47,7 +44,7 @@ def fresh() -> Any:
 class Runtime:
     """The part of ``cuda.bindings.runtime`` for devices; version 13000 is 13.0."""
 
-    def __init__(self, status: str, count: int | None = None, driver: int = 13000) -> None:
+    def __init__(self, status, count=None, driver=13000):
         from cuda.bindings import runtime
 
         self.cudaError_t = runtime.cudaError_t
@@ -55,17 +52,17 @@ class Runtime:
         self._found = getattr(runtime.cudaError_t, status), count
         self._driver = driver
 
-    def cudaGetDeviceCount(self) -> tuple[Any, int | None]:
+    def cudaGetDeviceCount(self):
         return self._found
 
-    def cudaDriverGetVersion(self) -> tuple[Any, int]:
+    def cudaDriverGetVersion(self):
         return self.cudaError_t.cudaSuccess, self._driver
 
-    def cudaRuntimeGetVersion(self) -> tuple[Any, int]:
+    def cudaRuntimeGetVersion(self):
         return self.cudaError_t.cudaSuccess, 13050
 
 
-def refuse(error: type[Exception], words: str) -> None:
+def refuse(error, words):
     x = OnDevice()
     with pytest.raises(error, match=words):
         lowprec.matmul(x, x)
@@ -76,7 +73,7 @@ def refuse(error: type[Exception], words: str) -> None:
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"])
-def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_python_packages(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     refuse(lowprec.BackendError, r'need nvmath-python.*extra cuda13 \(in a clone: pip install "\.\[cuda13\]"')
 
@@ -107,12 +104,12 @@ def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     ],
     ids=["no device", "0 devices", "no driver", "old driver", "forked", "not ready", "stub"],
 )
-def test_driver_and_devices(monkeypatch: pytest.MonkeyPatch, found: Runtime, words: str) -> None:
+def test_driver_and_devices(monkeypatch, found, words):
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", found)
     refuse(lowprec.DeviceError, words)
 
 
-def _absent() -> int:
+def _absent():
     raise RuntimeError("libcublasLt.so.13: cannot open shared object file")
 
 
@@ -124,14 +121,14 @@ def _absent() -> int:
         (lambda: 111103, r"cuBLASLt 11\.11 is too old: lowprec needs 12\.0"),
     ],
 )
-def test_cublas(monkeypatch: pytest.MonkeyPatch, get_version: Any, words: str) -> None:
+def test_cublas(monkeypatch, get_version, words):
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaSuccess", 1))
     monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", SimpleNamespace(get_version=get_version))
     refuse(lowprec.BackendError, words)
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_handle_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_for_users(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaErrorNoDevice"))
     with pytest.raises(lowprec.DeviceError, match="none is visible"):
         lowprec.cublas_handle()

@@ -1,30 +1,25 @@
 """Prepared operands on a GPU: packed once, on the device, with the bits of the array itself."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import Gpu
-from lowprec.arrays.prepared_view import PreparedView
 from lowprec.modes import available_modes, row
 from lowprec.planning import ReasonKind
 
 MODES = [str(mode) for mode in available_modes() if not row(mode).quantizes]
 
 
-def numbers(dtype: Any, *shape: int) -> Any:
+def numbers(dtype, *shape):
     rng = np.random.default_rng(shape[0])
     x = rng.standard_normal(shape)
     return (x + 1j * rng.standard_normal(shape) if dtype == np.complex64 else x).astype(dtype)
 
 
-def forms(prepared: lowprec.PreparedOperand) -> dict[Any, Any]:
-    view: PreparedView = prepared._view
+def forms(prepared):
+    view = prepared._view
     return view.packed
 
 
@@ -32,7 +27,7 @@ def forms(prepared: lowprec.PreparedOperand) -> dict[Any, Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.sampled(2)
-def test_the_bits_of_the_array(gpu: Gpu, dtype: Any, mode: str) -> None:
+def test_the_bits_of_the_array(gpu, dtype, mode):
     b = numbers(dtype, 50, 24)
     for laid in (b, np.asfortranarray(b)):
         y = gpu.put(laid)
@@ -50,7 +45,7 @@ def test_the_bits_of_the_array(gpu: Gpu, dtype: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3", "bf16x6"])
-def test_b_is_packed_once(gpu: Gpu, mode: str) -> None:
+def test_b_is_packed_once(gpu, mode):
     y = gpu.put(numbers(np.float32, 48, 32))
     prepared = lowprec.prepare(y, math_mode=mode)
     x = gpu.put(numbers(np.float32, 16, 48))
@@ -66,7 +61,7 @@ def test_b_is_packed_once(gpu: Gpu, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3"])
-def test_batches_and_epilogues(gpu: Gpu, mode: str) -> None:
+def test_batches_and_epilogues(gpu, mode):
     for shape_a, shape_b in (((3, 8, 40), (40, 24)), ((3, 8, 40), (3, 40, 24)), ((8, 40), (3, 40, 24))):
         x, y = gpu.put(numbers(np.float32, *shape_a)), gpu.put(numbers(np.float32, *shape_b))
         bias = gpu.put(numbers(np.float32, 24))
@@ -78,7 +73,7 @@ def test_batches_and_epilogues(gpu: Gpu, mode: str) -> None:
         assert len(forms(prepared)) == 1
 
 
-def test_the_copy_is_read_in_another_mode(gpu: Gpu) -> None:
+def test_the_copy_is_read_in_another_mode(gpu):
     b = numbers(np.float32, 40, 24)
     x, y, unchanged = gpu.put(numbers(np.float32, 8, 40)), gpu.put(b), gpu.put(b)
     prepared = lowprec.prepare(y, math_mode="bf16")
@@ -95,7 +90,7 @@ def test_the_copy_is_read_in_another_mode(gpu: Gpu) -> None:
     assert prepared.nbytes == held
 
 
-def test_nan_and_inf(gpu: Gpu) -> None:
+def test_nan_and_inf(gpu):
     b = numbers(np.float32, 40, 24)
     b[3, 5], b[4, 6] = np.nan, np.inf
     x, y = gpu.put(numbers(np.float32, 8, 40)), gpu.put(b)
@@ -107,7 +102,7 @@ def test_nan_and_inf(gpu: Gpu) -> None:
             assert got.tobytes() == want.tobytes()
 
 
-def test_wrong_uses(gpu: Gpu) -> None:
+def test_wrong_uses(gpu):
     prepared = lowprec.prepare(gpu.put(numbers(np.float32, 40, 24)), math_mode="bf16")
     assert prepared.device.startswith("cuda:")
     with pytest.raises(lowprec.DeviceError, match="a is on cpu and b on cuda:0"):

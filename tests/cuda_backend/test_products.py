@@ -4,16 +4,12 @@ Small integers are exact in every format and every order of summation: a wrong t
 factor or addend gives a wrong number.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import Gpu, has_real_gpu
+from cuda_backend.device_fixture import has_real_gpu
 from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,7 +24,7 @@ CASES = [
 ]
 
 
-def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+def integers(rng, shape, dtype):
     """Small integers, of either sign, as this type holds them."""
     drawn = rng.integers(-3, 4, shape).astype(np.float64)
     if np.dtype(dtype).kind == "c":
@@ -36,13 +32,13 @@ def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np
     return drawn.astype(dtype)
 
 
-def result_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def result_dtype(dtype):
     if dtype == I8:
         return np.dtype(np.int32)
     return BF16 if dtype in (E4M3, E5M2) else dtype
 
 
-def check_exact(found: Any, true: Any) -> None:
+def check_exact(found, true):
     np.testing.assert_array_equal(oracles.widen(found), oracles.widen(true))
 
 
@@ -56,7 +52,7 @@ named = pytest.mark.parametrize
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
 @named("size", [(1, 1, 1), (5, 7, 3), (33, 17, 40), (64, 32, 48)], ids=str)
 @pytest.mark.sampled(2)
-def test_products(gpu: Gpu, rng: Any, dtype: Any, mode: str, size: tuple[int, int, int]) -> None:
+def test_products(gpu, rng, dtype, mode, size):
     m, n, k = size
     a, b = integers(rng, (m, k), dtype), integers(rng, (k, n), dtype)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
@@ -79,7 +75,7 @@ LAYOUTS = {
 @named("which", ["a", "b", "both"])
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
 @pytest.mark.sampled(3)
-def test_views(gpu: Gpu, rng: Any, dtype: Any, mode: str, layout: str, which: str) -> None:
+def test_views(gpu, rng, dtype, mode, layout, which):
     a, b = integers(rng, (3, 20, 24), dtype), integers(rng, (3, 24, 16), dtype)
     x = LAYOUTS[layout](a) if which in ("a", "both") else a
     y = LAYOUTS[layout](b) if which in ("b", "both") else b
@@ -96,7 +92,7 @@ BATCHES = [
 @named("batches", BATCHES, ids=str)
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
 @pytest.mark.sampled(2)
-def test_batches(gpu: Gpu, rng: Any, dtype: Any, mode: str, batches: Any) -> None:
+def test_batches(gpu, rng, dtype, mode, batches):
     a, b = integers(rng, (*batches[0], 6, 9), dtype), integers(rng, (*batches[1], 9, 5), dtype)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
     check_exact(found, oracles.product(a, b).astype(found.dtype))
@@ -106,14 +102,12 @@ def test_batches(gpu: Gpu, rng: Any, dtype: Any, mode: str, batches: Any) -> Non
 @named("left", [(3, 6, 9), (1, 9)], ids=str)
 @named("backwards", [False, True])
 @pytest.mark.sampled(2)
-def test_operands_repeated_by_strides_of_zero(
-    gpu: Gpu, rng: Any, dtype: Any, mode: str, left: tuple[int, ...], backwards: bool
-) -> None:
+def test_operands_repeated_by_strides_of_zero(gpu, rng, dtype, mode, left, backwards):
     a, w = integers(rng, left, dtype), integers(rng, (9, 5), dtype)
     if backwards:
         a, w = a[..., ::-1], w[:, ::-1]
     b = np.broadcast_to(w, (3, 9, 5))
-    epilogues: list[dict[str, Any]] = [{}]
+    epilogues = [{}]
     if dtype not in (C64, C128, I8):
         epilogues.append({"bias": integers(rng, (5,), result_dtype(dtype)), "activation": "relu"})
     for x, y in ((a, b), (b.swapaxes(-1, -2), a.swapaxes(-1, -2) if a.ndim > 1 else a)):
@@ -129,7 +123,7 @@ def test_operands_repeated_by_strides_of_zero(
 @pytest.mark.feature("batches, and one dimension")
 @named("mode", ["fp32", "bf16x3"])
 @named("c", [False, True])
-def test_more_matrices_than_a_call_has(gpu: Gpu, rng: Any, mode: str, c: bool) -> None:
+def test_more_matrices_than_a_call_has(gpu, rng, mode, c):
     """cuBLASLt takes 65,535; an odd number cannot be divided into calls of one size."""
     a, b, out = (integers(rng, (65_537, *shape), F32) for shape in ((2, 4), (4, 2), (2, 2)))
     true = a @ b + (out if c else 0)
@@ -140,7 +134,7 @@ def test_more_matrices_than_a_call_has(gpu: Gpu, rng: Any, mode: str, c: bool) -
 
 @pytest.mark.feature("batches, and one dimension")
 @named("shapes", [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))], ids=str)
-def test_products_with_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
+def test_products_with_vectors(gpu, rng, shapes):
     a, b = (integers(rng, shape, F32) for shape in shapes)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="bf16"))
     assert found.shape == np.matmul(a, b).shape
@@ -150,7 +144,7 @@ def test_products_with_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
 @pytest.mark.feature("size zero")
 @named("shapes", [((0, 3), (3, 4)), ((2, 0), (0, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))], ids=str)
 @named("dtype", [F32, BF16, I8, C64], ids=lambda d: d.name)
-def test_nothing_to_do(gpu: Gpu, shapes: Any, dtype: Any) -> None:
+def test_nothing_to_do(gpu, shapes, dtype):
     a, b = (np.ones(shape, dtype) for shape in shapes)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b)))
     check_exact(found, np.matmul(oracles.widen(a), oracles.widen(b)))
@@ -167,7 +161,7 @@ def test_nothing_to_do(gpu: Gpu, shapes: Any, dtype: Any) -> None:
 )
 @named("mode", ["fp32", "bf16", "fp16", "bf16x3", "fp64"])
 @pytest.mark.sampled(2)
-def test_two_element_types(gpu: Gpu, rng: Any, pair: Any, mode: str) -> None:
+def test_two_element_types(gpu, rng, pair, mode):
     a, b = integers(rng, (6, 16), pair[0]), integers(rng, (16, 5), pair[1])
     for x, y in ((a, b), (b.T.copy(), a.T.copy())):
         found = gpu.get(lowprec.matmul(gpu.put(x), gpu.put(y), math_mode=mode))
@@ -188,7 +182,7 @@ def test_two_element_types(gpu: Gpu, rng: Any, pair: Any, mode: str) -> None:
 @named("mode", ["fp32", "bf16", "fp64"])
 @named("size", [(6, 16, 5), (32, 16, 48)], ids=str)
 @pytest.mark.sampled(2)
-def test_out_dtype(gpu: Gpu, rng: Any, pair: Any, out: Any, mode: str, size: tuple[int, int, int]) -> None:
+def test_out_dtype(gpu, rng, pair, out, mode, size):
     m, k, n = size
     a, b, c = integers(rng, (m, k), pair[0]), integers(rng, (k, n), pair[1]), integers(rng, (m, n), BF16)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), out_dtype=out, math_mode=mode))
@@ -217,11 +211,11 @@ EPILOGUES = [
 ]
 
 
-def text(epilogue: dict[str, Any]) -> str:
+def text(epilogue):
     return "-".join(f"{k}={v}" for k, v in epilogue.items())
 
 
-def is_defined(dtype: np.dtype[Any], epilogue: dict[str, Any]) -> bool:
+def is_defined(dtype, epilogue):
     """int8 products are exact integers without factors; complex numbers have no activation."""
     if dtype == I8:
         return not epilogue.keys() - {"bias", "activation"} and epilogue.get("activation") != "gelu"
@@ -236,11 +230,11 @@ def is_defined(dtype: np.dtype[Any], epilogue: dict[str, Any]) -> bool:
 )
 @named("batch", [(), (3,)], ids=str)
 @pytest.mark.sampled(3)
-def test_epilogues(gpu: Gpu, rng: Any, dtype: Any, mode: str, epilogue: Any, batch: Any) -> None:
+def test_epilogues(gpu, rng, dtype, mode, epilogue, batch):
     out = result_dtype(dtype)
     given = dict(epilogue)
     a, b = integers(rng, (*batch, 12, 16), dtype), integers(rng, (16, 8), dtype)
-    arrays: dict[str, Any] = {}
+    arrays = {}
     if given.pop("bias", False):
         arrays["bias"] = integers(rng, (8,), out)
     if "beta" in given:
@@ -261,7 +255,7 @@ def test_epilogues(gpu: Gpu, rng: Any, dtype: Any, mode: str, epilogue: Any, bat
 @pytest.mark.feature("`alpha`, `beta`, `c`, `out`")
 @named("shape", [(12, 8), (8,), (12, 1), (1, 8), (1, 1), ()], ids=str)
 @named("dtype", [F32, BF16, F16], ids=lambda d: d.name)
-def test_addends_broadcast_and_may_be_of_another_type(gpu: Gpu, rng: Any, shape: Any, dtype: Any) -> None:
+def test_addends_broadcast_and_may_be_of_another_type(gpu, rng, shape, dtype):
     a, b = integers(rng, (3, 12, 16), BF16), integers(rng, (16, 8), BF16)
     c = integers(rng, shape, dtype)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), beta=2.0))
@@ -269,14 +263,14 @@ def test_addends_broadcast_and_may_be_of_another_type(gpu: Gpu, rng: Any, shape:
 
 
 @pytest.mark.feature("`alpha`, `beta`, `c`, `out`")
-def test_complex_factors(gpu: Gpu, rng: Any) -> None:
+def test_complex_factors(gpu, rng):
     for dtype, mode in ((C64, "fp32"), (C64, "bf16"), (C64, "fp16"), (C128, "fp32")):
         a, b, c = (integers(rng, s, dtype) for s in ((5, 8), (8, 6), (5, 6)))
         found = lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), alpha=1 - 2j, beta=3j, math_mode=mode)
         check_exact(gpu.get(found), (1 - 2j) * oracles.product(a, b) + 3j * c)
 
 
-def apart(x: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
+def apart(x, step):
     """The same matrix with rows ``step`` elements apart."""
     wide = np.zeros((x.shape[0], step), x.dtype)
     wide[:, : x.shape[1]] = x
@@ -285,7 +279,7 @@ def apart(x: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.feature("odd extents and addresses")
 @named(("dtype", "out"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str)
-def test_a_bias_at_an_odd_address(gpu: Gpu, rng: Any, dtype: Any, out: Any) -> None:
+def test_a_bias_at_an_odd_address(gpu, rng, dtype, out):
     a, b = integers(rng, (32, 16), dtype), integers(rng, (16, 48), dtype)
     for start in (0, 1, 3):
         bias = integers(rng, (64,), out)[start : start + 48]
@@ -296,7 +290,7 @@ def test_a_bias_at_an_odd_address(gpu: Gpu, rng: Any, dtype: Any, out: Any) -> N
 @pytest.mark.feature("transposed and strided views")
 @named(("dtype", "out"), [(BF16, BF16), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str)
 @named("step", [48, 49, 56, 64])
-def test_rows_at_any_distance(gpu: Gpu, rng: Any, dtype: Any, out: Any, step: int) -> None:
+def test_rows_at_any_distance(gpu, rng, dtype, out, step):
     a, b = integers(rng, (32, 16), dtype), integers(rng, (16, 48), dtype)
     target = gpu.put(apart(np.zeros((32, 48), out), step))
     c = apart(integers(rng, (32, 48), out), step)
@@ -308,7 +302,7 @@ def test_rows_at_any_distance(gpu: Gpu, rng: Any, dtype: Any, out: Any, step: in
 
 @pytest.mark.feature("transposed and strided views")
 @named(("dtype", "mode"), CASES, ids=lambda x: getattr(x, "name", x))
-def test_a_batch_backwards(gpu: Gpu, rng: Any, dtype: Any, mode: str) -> None:
+def test_a_batch_backwards(gpu, rng, dtype, mode):
     a, b = integers(rng, (4, 6, 16), dtype)[::-1], integers(rng, (4, 16, 8), dtype)
     for x, y in ((a, b), (a, b[::-1])):
         found = gpu.get(lowprec.matmul(gpu.put(x), gpu.put(y), math_mode=mode))
@@ -323,7 +317,7 @@ def test_a_batch_backwards(gpu: Gpu, rng: Any, dtype: Any, mode: str) -> None:
 @named("dtype", [F32, F16, BF16, C64, I8, F64], ids=lambda d: d.name)
 @named("mode", ["fp32", "bf16"])
 @pytest.mark.sampled(2)
-def test_out(gpu: Gpu, rng: Any, dtype: Any, layout: str, mode: str) -> None:
+def test_out(gpu, rng, dtype, layout, mode):
     a, b = integers(rng, (2, 10, 16), dtype), integers(rng, (2, 16, 12), dtype)
     whole = LAYOUTS[layout](np.zeros((2, 10, 12), result_dtype(dtype)))
     out, memory = gpu.put_with_memory(whole)
@@ -337,7 +331,7 @@ def test_out(gpu: Gpu, rng: Any, dtype: Any, layout: str, mode: str) -> None:
 
 @pytest.mark.feature("an `out` that overlaps an operand")
 @named("dtype", [F32, F16], ids=lambda d: d.name)
-def test_out_that_is_also_an_operand(gpu: Gpu, rng: Any, dtype: Any) -> None:
+def test_out_that_is_also_an_operand(gpu, rng, dtype):
     a, b, c = (integers(rng, (8, 8), dtype) for _ in range(3))
     x, y, z = gpu.put(a), gpu.put(b), gpu.put(c)
     lowprec.matmul(x, y, out=x)
@@ -354,7 +348,7 @@ def test_out_that_is_also_an_operand(gpu: Gpu, rng: Any, dtype: Any) -> None:
 @pytest.mark.feature("float8 with scales, as numbers and on the device")
 @named("pair", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
 @named("size", [(16, 32, 48), (5, 7, 9)], ids=str)
-def test_fp8_scales(gpu: Gpu, rng: Any, pair: Any, size: Any) -> None:
+def test_fp8_scales(gpu, rng, pair, size):
     m, n, k = size
     a, b = integers(rng, (m, k), pair[0]), integers(rng, (k, n), pair[1])
     true = 0.5 * 4.0 * oracles.product(a, b)
@@ -366,7 +360,7 @@ def test_fp8_scales(gpu: Gpu, rng: Any, pair: Any, size: Any) -> None:
 
 @pytest.mark.feature("float8 widened, with scales as numbers")
 @named("pair", [(E5M2, E5M2), (E4M3, BF16), (F32, E5M2)], ids=str)
-def test_scales_of_widened_fp8(gpu: Gpu, rng: Any, pair: Any) -> None:
+def test_scales_of_widened_fp8(gpu, rng, pair):
     """Numbers are factors of the product; cuBLASLt reads scales in device memory of FP8 products alone."""
     a, b = integers(rng, (16, 32), pair[0]), integers(rng, (32, 48), pair[1])
     x, y, scale = gpu.put(a), gpu.put(b), gpu.put(np.array([4.0], np.float32))
@@ -377,7 +371,7 @@ def test_scales_of_widened_fp8(gpu: Gpu, rng: Any, pair: Any) -> None:
         lowprec.matmul(x, y, **{which: scale})
 
 
-def test_scales_are_for_fp8_alone(gpu: Gpu, rng: Any) -> None:
+def test_scales_are_for_fp8_alone(gpu, rng):
     x = gpu.put(integers(rng, (16, 16), F32))
     with pytest.raises(lowprec.UnsupportedError, match="scale_a is for an FP8 operand"):
         lowprec.matmul(x, x, scale_a=2.0)
@@ -401,9 +395,7 @@ SIZES = [(512, 512, 512), (528, 640, 2048)] if has_real_gpu() else [(24, 40, 17)
 @named("one_sign", [False, True], ids=["N(0,1)", "U(0,1)"])
 @named("size", SIZES, ids=str)
 @pytest.mark.sampled(2)
-def test_errors_are_within_the_plan_s_bound(
-    gpu: Gpu, rng: Any, dtype: Any, mode: str, one_sign: bool, size: tuple[int, int, int]
-) -> None:
+def test_errors_are_within_the_plan_s_bound(gpu, rng, dtype, mode, one_sign, size):
     m, n, k = size
     draw = rng.random if one_sign else rng.standard_normal
     a, b = (draw(s).astype(np.float64) for s in ((m, k), (k, n)))
@@ -424,7 +416,7 @@ def test_errors_are_within_the_plan_s_bound(
 @pytest.mark.feature("mode fp16 beyond float16's range")
 @named("order", ["C", "F"])
 @named("size", [12, 64])
-def test_float16_is_rounded_alike_on_both_devices(gpu: Gpu, rng: Any, order: Any, size: int) -> None:
+def test_float16_is_rounded_alike_on_both_devices(gpu, rng, order, size):
     """A permutation shows the rounded numbers, of rows of every exponent and spread, zeros, subnormals, Inf and NaN."""
     m = 18
     spread = np.where(np.arange(m) % 3 == 0, 0, rng.integers(-60, 1, (size, m))).T
@@ -445,7 +437,7 @@ def test_float16_is_rounded_alike_on_both_devices(gpu: Gpu, rng: Any, order: Any
 
 
 @pytest.mark.feature("Inf and NaN")
-def test_inf_and_nan_go_through_as_they_would(gpu: Gpu) -> None:
+def test_inf_and_nan_go_through_as_they_would(gpu):
     a = np.array([[np.inf, 1.0, 2.0], [np.nan, 0.0, 1.0], [1e30, 1.0, -2.0]], np.float32)
     b = np.eye(3, dtype=np.float32) + 1
     for mode in MODES:

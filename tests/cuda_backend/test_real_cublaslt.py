@@ -4,15 +4,12 @@ The library's wheels have some hundred megabytes, which is too much for every ru
 (``pip install nvidia-cublas``), or is on the search path of the system, the comparison runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
-from typing import Any
 
 import pytest
 
-from software_cuda import Software, tables
+from software_cuda import tables
 from software_cuda.asking import Asked, prepared
 from software_cuda.attributes import VERSIONS, attributes
 from software_cuda.cublaslt import CublasLt
@@ -20,7 +17,7 @@ from software_cuda.descriptors import KINDS
 from software_cuda.objects import STATUS_NAMES
 from software_cuda.real_cublaslt import Real, answer, path, software_status
 
-ARGUMENTS: dict[str, tuple[int, ...]] = {
+ARGUMENTS = {
     "matmul_desc": (68, tables.R_32F),
     "matrix_layout": (tables.R_16BF, 4, 5, 6),
     "matmul_preference": (),
@@ -30,7 +27,7 @@ SIZES = (0, 1, 2, 4, 8, 16, 256)
 
 
 @pytest.fixture(scope="module")
-def real() -> Real:
+def real():
     found = path()
     if found is None:
         pytest.skip("libcublasLt is not installed (nvidia-cublas, 400 MB and more)")
@@ -40,13 +37,13 @@ def real() -> Real:
     return library
 
 
-def numbers(kind: str, version: int) -> list[int]:
+def numbers(kind, version):
     """Numbers of attributes, with unknown ones where the version was queried."""
     known = attributes(kind, version)
     return list(range(-1, 64)) if version in VERSIONS else sorted(known)
 
 
-def test_attributes_change_at_the_queried_versions_alone() -> None:
+def test_attributes_change_at_the_queried_versions_alone():
     """Those of a queried version hold until the next one."""
     for kind in (*KINDS, "matmul_algo_config"):
         for version in VERSIONS:
@@ -54,18 +51,18 @@ def test_attributes_change_at_the_queried_versions_alone() -> None:
         assert attributes(kind, VERSIONS[-1] + 10_000) == attributes(kind, VERSIONS[-1])
 
 
-def test_names_of_statuses(real: Real) -> None:
+def test_names_of_statuses(real):
     for status, name in STATUS_NAMES.items():
         assert real.status_name(status) == f"CUBLAS_STATUS_{name}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [None, 0x0807060504030201, 0xFFFFFFFFFFFFFFFF], ids=str)
-def test_every_attribute(cuda: Software, real: Real, kind: str, value: int | None) -> None:
+def test_every_attribute(cuda, real, kind, value):
     """Known and unknown ones, set or new, with every size: the same status, the same bytes."""
     if not attributes(kind, real.version):
         pytest.skip(f"libcublasLt is not installed in a version with {kind}: {real.version}")
-    lt: Any = CublasLt(cuda.recorder, cuda.runtime, real.version)
+    lt = CublasLt(cuda.recorder, cuda.runtime, real.version)
     create, destroy, setter, getter = (
         getattr(lt, f"{kind}_{x}") for x in ("create", "destroy", "set_attribute", "get_attribute")
     )
@@ -86,10 +83,10 @@ def test_every_attribute(cuda: Software, real: Real, kind: str, value: int | Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_null_pointers(cuda: Software, real: Real, kind: str) -> None:
+def test_null_pointers(cuda, real, kind):
     if not attributes(kind, real.version):
         pytest.skip(f"libcublasLt is not installed in a version with {kind}: {real.version}")
-    lt: Any = CublasLt(cuda.recorder, cuda.runtime, real.version)
+    lt = CublasLt(cuda.recorder, cuda.runtime, real.version)
     made, (_, twin) = getattr(lt, f"{kind}_create")(*ARGUMENTS[kind]), real.create(kind, *ARGUMENTS[kind])
     (x, *_) = attributes(kind, real.version).values()
     value, written = (ctypes.c_uint64 * 2)(), ctypes.c_size_t()
@@ -109,14 +106,14 @@ def test_null_pointers(cuda: Software, real: Real, kind: str) -> None:
         ("matrix_layout", (0, 4, 5, -6)),
     ],
 )  # fmt: skip
-def test_descriptors_are_not_validated(cuda: Software, real: Real, kind: str, arguments: tuple[int, ...]) -> None:
+def test_descriptors_are_not_validated(cuda, real, kind, arguments):
     """The libraries validate at the product."""
     status, twin = real.create(kind, *arguments)
     assert status == software_status(getattr(cuda.cublas_lt, f"{kind}_create"), *arguments) == 0
     real.destroy(kind, twin)
 
 
-def test_configurations_of_algorithms(cuda: Software, real: Real) -> None:
+def test_configurations_of_algorithms(cuda, real):
     """The configuration has the library's offsets in the 64 bytes, and 64 zeros are read as zeros."""
     lt = cuda.cublas_lt
     lt.version = real.version

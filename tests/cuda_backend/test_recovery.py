@@ -1,14 +1,9 @@
 """Schemes that recover FP32 on a GPU: parts side by side, pieces of k, errors within the bound, NaN and Inf."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import Gpu
 from lowprec.modes import TABLE, MathMode
 from support import oracles
 
@@ -16,7 +11,7 @@ SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 ALL = [*SCHEMES, MathMode.FP64, MathMode.FP32_EMULATED]
 
 
-def operands(rng: np.random.Generator, dtype: Any, *shapes: tuple[int, ...]) -> list[Any]:
+def operands(rng, dtype, *shapes):
     made = []
     for shape in shapes:
         x = rng.standard_normal(shape)
@@ -24,7 +19,7 @@ def operands(rng: np.random.Generator, dtype: Any, *shapes: tuple[int, ...]) -> 
     return made
 
 
-def laid(x: Any, order: str) -> Any:
+def laid(x, order):
     return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2) if order == "t" else x
 
 
@@ -33,7 +28,7 @@ def laid(x: Any, order: str) -> Any:
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
 @pytest.mark.sampled(3)
-def test_errors_are_within_the_bound(gpu: Gpu, mode: Any, dtype: Any, order: str) -> None:
+def test_errors_are_within_the_bound(gpu, mode, dtype, order):
     """An odd k, so that parts are padded; k long enough for several pieces."""
     rng = np.random.default_rng(0)
     a, b = operands(rng, dtype, (9, 601), (601, 7))
@@ -56,7 +51,7 @@ def test_errors_are_within_the_bound(gpu: Gpu, mode: Any, dtype: Any, order: str
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.sampled(2)
-def test_batches_and_epilogues(gpu: Gpu, mode: Any, dtype: Any) -> None:
+def test_batches_and_epilogues(gpu, mode, dtype):
     """Batched, broadcast (an operand is packed once), strided; bias, c, alpha and a strided result."""
     rng = np.random.default_rng(0)
     a, shared, each, c, bias = operands(rng, dtype, (3, 9, 20), (20, 6), (3, 20, 6), (9, 6), (6,))
@@ -72,7 +67,7 @@ def test_batches_and_epilogues(gpu: Gpu, mode: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", SCHEMES)
-def test_small_products_run_as_one_and_the_leading_one_in_pieces(gpu: Gpu, mode: Any) -> None:
+def test_small_products_run_as_one_and_the_leading_one_in_pieces(gpu, mode):
     a = gpu.put(np.ones((64, 2048), np.float32))
     b = gpu.put(np.ones((2048, 64), np.float32))
     schedule = lowprec.plan(a, b, math_mode=mode, k_chunk=512).schedule  # split by lowprec on every GPU
@@ -98,7 +93,7 @@ TOP = np.float32(3.4028235e38)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "tt"])
 @pytest.mark.sampled(2)
-def test_nan_and_inf_are_those_of_fp32(gpu: Gpu, mode: Any, dtype: Any, order: str) -> None:
+def test_nan_and_inf_are_those_of_fp32(gpu, mode, dtype, order):
     rng = np.random.default_rng(0)
     a, b = operands(rng, dtype, (2, 12, 9), (9, 11))
     for i, x in enumerate((np.nan, np.inf, -np.inf, TOP, -TOP, 65536.0, 1e-45)):
@@ -118,7 +113,7 @@ def test_nan_and_inf_are_those_of_fp32(gpu: Gpu, mode: Any, dtype: Any, order: s
     np.testing.assert_allclose(found[ordinary], want[ordinary], rtol=1e-4, atol=2e-3)
 
 
-def test_fp64_rounds_once(gpu: Gpu) -> None:
+def test_fp64_rounds_once(gpu):
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-(2**23), 2**23, s).astype(np.float32) for s in ((20, 50), (50, 30)))
     exact = a.astype(np.int64) @ b.astype(np.int64)
@@ -137,7 +132,7 @@ def test_fp64_rounds_once(gpu: Gpu) -> None:
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", SCHEMES)
 @pytest.mark.sampled(2)
-def test_exact_numbers_of_a_format_have_one_part(gpu: Gpu, mode: Any, name: str) -> None:
+def test_exact_numbers_of_a_format_have_one_part(gpu, mode, name):
     import ml_dtypes
 
     rng = np.random.default_rng(0)
@@ -154,7 +149,7 @@ def test_exact_numbers_of_a_format_have_one_part(gpu: Gpu, mode: Any, name: str)
 
 
 @pytest.mark.parametrize("mode", ["bf16x3", "bf16x9", "fp16x3", "fp16x3_unscaled"])
-def test_a_sum_of_no_products_is_zero(gpu: Gpu, mode: Any) -> None:
+def test_a_sum_of_no_products_is_zero(gpu, mode):
     a, b = np.ones((4, 0), np.float32), np.ones((0, 3), np.float32)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
     np.testing.assert_array_equal(found, np.zeros((4, 3), np.float32))
@@ -167,7 +162,7 @@ def test_a_sum_of_no_products_is_zero(gpu: Gpu, mode: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
 @pytest.mark.sampled(2)
-def test_chunks_of_the_inner_dimension_are_summed(gpu: Gpu, mode: str, dtype: Any, order: str) -> None:
+def test_chunks_of_the_inner_dimension_are_summed(gpu, mode, dtype, order):
     rng = np.random.default_rng(0)
     a, b, c = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,)))
     if order[0] == "t":

@@ -1,15 +1,11 @@
 """Products that cuBLASLt refuses run in another way, and the plan shows the reason."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu, draw
+from cuda_backend.device_fixture import draw
 from software_cuda import cublaslt, tables
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import EXECUTION_FAILED, INVALID_VALUE, NOT_SUPPORTED
@@ -24,7 +20,7 @@ REFUSALS = [INVALID_VALUE, NOT_SUPPORTED]
 A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
 TRUE = oracles.product(A, B)
 
-EPILOGUES: dict[str, tuple[dict[str, Any], Any]] = {
+EPILOGUES = {
     "bias": ({"bias": BIAS}, TRUE + BIAS),
     "activation": ({"activation": "relu"}, np.maximum(TRUE, 0)),
     "c": ({"c": C, "beta": 2.0}, TRUE + 2 * C),
@@ -33,19 +29,17 @@ EPILOGUES: dict[str, tuple[dict[str, Any], Any]] = {
 each_epilogue = pytest.mark.parametrize("name", EPILOGUES)
 
 
-def given(software: SoftwareGpu, name: str) -> dict[str, Any]:
+def given(software, name):
     keywords, _ = EPILOGUES[name]
     return {k: software.put(v) if isinstance(v, np.ndarray) else v for k, v in keywords.items()}
 
 
-def refuse_the_first_descriptor(
-    software: SoftwareGpu, function: str, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refuse_the_first_descriptor(software, function, status, monkeypatch):
     """Refuse every search, or every run, of the operation that comes first."""
-    operations: list[int] = []
+    operations = []
     real = getattr(software.software.cublas_lt, function)
 
-    def refuse(handle: int, operation: int, *rest: int) -> None:
+    def refuse(handle, operation, *rest):
         operations.append(operation)
         if operation == operations[0]:
             raise SoftwareLtError(status)
@@ -59,9 +53,7 @@ def refuse_the_first_descriptor(
     ("function", "status"),
     [*(("matmul_algo_get_heuristic", x) for x in REFUSALS), *(("matmul", x) for x in (*REFUSALS, 13, 14))],
 )
-def test_epilogues_not_fused_run_in_a_kernel(
-    software: SoftwareGpu, name: str, status: int, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epilogues_not_fused_run_in_a_kernel(software, name, status, function, monkeypatch):
     x, y, keywords = software.put(A), software.put(B), given(software, name)
     refuse_the_first_descriptor(software, function, status, monkeypatch)
     found = lowprec.matmul(x, y, **keywords)
@@ -78,12 +70,10 @@ def test_epilogues_not_fused_run_in_a_kernel(
 
 
 @each_epilogue
-def test_a_fused_epilogue_without_an_algorithm(
-    software: SoftwareGpu, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_epilogue_without_an_algorithm(software, name, monkeypatch):
     search, asked = cublaslt.search, []
 
-    def none_at_first(*arguments: Any, **keywords: Any) -> Any:
+    def none_at_first(*arguments, **keywords):
         asked.append(arguments)
         return search(*arguments, **keywords) if len(asked) > 2 else []  # with a workspace, and without
 
@@ -94,7 +84,7 @@ def test_a_fused_epilogue_without_an_algorithm(
     assert "no algorithm" in dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
 
 
-def test_a_refused_plan_is_kept(software: SoftwareGpu) -> None:
+def test_a_refused_plan_is_kept(software):
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE):
         assert "fallback" in dict(lowprec.plan(x, y, **keywords).algorithm)
@@ -104,7 +94,7 @@ def test_a_refused_plan_is_kept(software: SoftwareGpu) -> None:
 
 
 @pytest.mark.parametrize("status", [7, 8, 13, 14, 15])
-def test_the_first_use_tries_the_next_algorithm(software: SoftwareGpu, status: int) -> None:
+def test_the_first_use_tries_the_next_algorithm(software, status):
     software.software.switches.first_algorithm = False
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     first = dict(lowprec.plan(x, y, **keywords).algorithm)["algorithm"]
@@ -123,7 +113,7 @@ def test_the_first_use_tries_the_next_algorithm(software: SoftwareGpu, status: i
 
 
 @pytest.mark.parametrize(("uses", "status"), [(0, 3), (1, 13)], ids=["too little memory", "a later use"])
-def test_other_failures_are_reported(software: SoftwareGpu, uses: int, status: int) -> None:
+def test_other_failures_are_reported(software, uses, status):
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     software.software.switches.first_algorithm = False
     for _ in range(uses):
@@ -137,7 +127,7 @@ def test_other_failures_are_reported(software: SoftwareGpu, uses: int, status: i
     assert {"failed", "fallback"}.isdisjoint(dict(lowprec.plan(x, y, **keywords).algorithm))
 
 
-def test_without_a_fallback_the_first_refusal_is_reported(software: SoftwareGpu) -> None:
+def test_without_a_fallback_the_first_refusal_is_reported(software):
     software.expects_cublas = True
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with (
@@ -156,11 +146,11 @@ def test_without_a_fallback_the_first_refusal_is_reported(software: SoftwareGpu)
 
 
 @pytest.fixture
-def wants_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def wants_rows(monkeypatch):
     """A cuBLASLt without algorithms for int8 with 16 rows and fewer, which are its columns."""
     validate = cublaslt.validate
 
-    def refuse(asked: Any, *rest: Any) -> None:
+    def refuse(asked, *rest):
         validate(asked, *rest)
         if asked.a.type == tables.R_8I and asked.n <= 16:
             raise Refusal(NOT_SUPPORTED, "few rows")
@@ -172,9 +162,7 @@ def wants_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.usefixtures("wants_rows")
-def test_few_rows_of_int8_are_padded(
-    software: SoftwareGpu, size: tuple[int, int, int], batch: tuple[int, ...], transposed: bool
-) -> None:
+def test_few_rows_of_int8_are_padded(software, size, batch, transposed):
     m, k, n = size
     a, b = draw(0, *batch, m, k, dtype=np.int8), draw(1, *batch, k, n, dtype=np.int8)
     if transposed:
@@ -193,7 +181,7 @@ def test_few_rows_of_int8_are_padded(
 
 @pytest.mark.usefixtures("wants_rows")
 @pytest.mark.parametrize(("rows", "padded"), [(4, True), (17, False)])
-def test_few_rows_of_int8_with_a_bias(software: SoftwareGpu, rows: int, padded: bool) -> None:
+def test_few_rows_of_int8_with_a_bias(software, rows, padded):
     a, b, bias = (draw(i, *s, dtype=np.int8) for i, s in enumerate(((rows, 32), (32, 16), (16,))))
     bias = bias.astype(np.int32)
     with lowprec.profile() as profile:
@@ -213,9 +201,7 @@ def test_few_rows_of_int8_with_a_bias(software: SoftwareGpu, rows: int, padded: 
     ids=["FMA", "HMMA on TF32", "not reported", "a newer instruction"],
 )
 @pytest.mark.parametrize("mode", ["tf32", "fp32"])
-def test_tf32_without_tensor_cores_is_reported(
-    software: SoftwareGpu, flags: int, note: bool, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tf32_without_tensor_cores_is_reported(software, flags, note, mode, monkeypatch):
     monkeypatch.setattr(tables, "flags", lambda *_, **__: flags)
     x = software.put(A)
     rows = dict(lowprec.plan(x, x, math_mode=mode).algorithm)
@@ -229,7 +215,7 @@ def test_tf32_without_tensor_cores_is_reported(
 # -- C and D --------------------------------------------------------------------------------------
 
 
-def test_a_product_is_added_in_place(software: SoftwareGpu) -> None:
+def test_a_product_is_added_in_place(software):
     """C and D are one matrix, which cuBLASLt 13 takes by one descriptor alone."""
     x, y, out = software.put(A), software.put(B), software.put(C)
     assert lowprec.matmul(x, y, c=out, beta=2.0, out=out) is out
@@ -242,17 +228,17 @@ def test_a_product_is_added_in_place(software: SoftwareGpu) -> None:
 
 
 @pytest.fixture
-def without_cublaslt(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_cublaslt(software, monkeypatch):
     """A cuBLASLt whose every algorithm fails when it runs."""
     software.expects_cublas = True
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise SoftwareLtError(EXECUTION_FAILED)
 
     monkeypatch.setattr(software.software.cublas_lt, "matmul", fail, raising=False)
 
 
-BY_GEMM_EX: dict[str, tuple[Any, str, dict[str, Any]]] = {
+BY_GEMM_EX = {
     "float32": (np.float32, "fp32", {}),
     "float16": (np.float16, "fp32", {}),
     "float64": (np.float64, "fp32", {}),
@@ -270,7 +256,7 @@ BY_GEMM_EX: dict[str, tuple[Any, str, dict[str, Any]]] = {
 @pytest.mark.usefixtures("without_cublaslt")
 @pytest.mark.parametrize("name", BY_GEMM_EX)
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
-def test_cublas_multiplies_if_no_algorithm_of_cublaslt_runs(software: SoftwareGpu, name: str, batch: Any) -> None:
+def test_cublas_multiplies_if_no_algorithm_of_cublaslt_runs(software, name, batch):
     dtype, mode, keywords = BY_GEMM_EX[name]
     a, b = draw(0, *batch, 16, 16, dtype=dtype), draw(1, 16, 16, dtype=dtype)
     a = a.swapaxes(-1, -2)
@@ -290,7 +276,7 @@ def test_cublas_multiplies_if_no_algorithm_of_cublaslt_runs(software: SoftwareGp
 
 
 @pytest.mark.usefixtures("without_cublaslt")
-def test_fp8_has_no_other_library(software: SoftwareGpu) -> None:
+def test_fp8_has_no_other_library(software):
     x = software.put(A.astype(ml_dtypes.float8_e4m3fn))
     with pytest.raises(lowprec.UnsupportedError, match=r"cannot run float8_e4m3fn .*EXECUTION_FAILED"):
         lowprec.matmul(x, x)

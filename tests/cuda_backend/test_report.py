@@ -3,28 +3,21 @@
 The answers of the software are known, so those of the report are checked, too.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cuda_backend.device_fixture import Gpu, SoftwareGpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes, row
 from software_cuda import Switches
 from support import benchmark_modules
-from support.benchmark_modules import Load
 
 GPU_MODES = [str(mode) for mode in available_modes() if not row(mode).quantizes]
 
 
 @pytest.fixture
-def load(software: Any) -> Iterator[Load]:
+def load(software):
     """Import a module of the report on a fresh software CUDA."""
     # The report calls cuBLASLt itself, to learn what it refuses.
     software.software.recorder.switches = Switches()
@@ -36,18 +29,17 @@ def load(software: Any) -> Iterator[Load]:
 
 
 @pytest.fixture
-def rows(load: Load, tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
-    def run(name: str) -> list[dict[str, Any]]:
+def rows(load, tmp_path):
+    def run(name):
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")
         parts.runner(name)(part, parts.Options(quick=True, seed=0))
-        found: list[dict[str, Any]] = part.rows
-        return found
+        return part.rows
 
     return run
 
 
-def test_a_product(load: Load, rng: np.random.Generator) -> None:
+def test_a_product(load, rng):
     raw = load("gpu.raw")
     a, b = rng.standard_normal((24, 40)), rng.standard_normal((40, 16))
     product = raw.LtProduct(a, b, compute="COMPUTE_64F", out_dtype="float64", scale_dtype="float64")
@@ -58,12 +50,12 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         assert raw.described(algorithm)["units"] in ("DMMA", "FMA")
 
 
-def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_rounding(rows):
     rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
     assert rules == {("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"), ("COMPUTE_32F", "not rounded")}
 
 
-def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_accumulation(rows):
     found = rows("accumulation")
     assert not [r for r in found if r["ok"] is False]
     models = [r for r in found if r["question"] == "tensor core"]
@@ -82,7 +74,7 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     assert all(r["allowed"] == ["MASK"] for r in narrow)
 
 
-def test_compute_types_and_handles(load: Load) -> None:
+def test_compute_types_and_handles(load):
     found = {r["what"]: r for r in load("gpu.numerics").probe(0)}
     assert {what: r["level"] for what, r in found.items()} == {
         "COMPUTE_32F": "float32",
@@ -100,7 +92,7 @@ def test_compute_types_and_handles(load: Load) -> None:
     assert beyond["COMPUTE_32F_FAST_16F"] is False
 
 
-def test_epilogues(load: Load) -> None:
+def test_epilogues(load):
     acceptance = load("gpu.acceptance")
     for pair in acceptance.PAIRS:
         scaled = [(), (0.5, 4.0)] if "float8" in pair.a else [()]
@@ -113,14 +105,14 @@ def test_epilogues(load: Load) -> None:
                 assert set(taken.values()) == {True}, (pair, scales)
 
 
-def test_stream_handles(load: Load) -> None:
+def test_stream_handles(load):
     streams = load("gpu.acceptance")
     for step in ("copy and event", "kernel", "cublasLtMatmul"):
         for handle in streams.HANDLES.values():
             assert streams.STEPS[step](handle, 0) is True, (step, handle)
 
 
-def test_a_kernel_launched_as_a_function(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_a_kernel_launched_as_a_function(rows):
     first, second = rows("launch")
     assert first["ok"] is True
     # The software has no other way.
@@ -128,7 +120,7 @@ def test_a_kernel_launched_as_a_function(rows: Callable[[str], list[dict[str, An
     assert "cuKernelGetFunction" in second["error"]
 
 
-def test_packing_rates(load: Load, software: SoftwareGpu) -> None:
+def test_packing_rates(load, software):
     packing, clock = load("gpu.packing"), load("gpu.clock").HostClock()
     # What is queued takes time once it runs.
     queued = clock.time
@@ -141,21 +133,21 @@ def test_packing_rates(load: Load, software: SoftwareGpu) -> None:
 # -- through lowprec ------------------------------------------------------------------------------
 
 
-def test_products(load: Load, software: Gpu) -> None:
+def test_products(load, software):
     correctness = load("gpu.correctness")
     found = [correctness.check(software, case, 16, 0) for case in correctness.small_cases()]
     assert [r for r in found if r["ok"] is not True] == []
     assert {r["mode"] for r in found} == {None, *GPU_MODES}
 
 
-def test_shapes(load: Load, software: Gpu) -> None:
+def test_shapes(load, software):
     correctness = load("gpu.correctness")
     found = [correctness.check_shape(software, case, 0) for case in correctness.shape_cases()]
     assert [r for r in found if r["ok"] is not True] == []
     assert {tuple(r["scales"]) for r in found} == {(), (0.5, 4.0)}
 
 
-def test_accuracy(load: Load, software: Gpu) -> None:
+def test_accuracy(load, software):
     correctness = load("gpu.correctness")
     found = [correctness.check(software, case, 32, 0) for case in correctness.cases((64,))]
     assert [r for r in found if r["ok"] is not True] == []

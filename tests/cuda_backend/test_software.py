@@ -1,80 +1,76 @@
 """The software CUDA itself: memory, streams, events, captures, kernels, arrays; misuse is noticed."""
 
-from __future__ import annotations
-
 import gc
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays.dlpack import import_array
 from lowprec.backends.cuda import compiling
 from lowprec.errors import BackendError
-from software_cuda import Refusal, Software, compiler
+from software_cuda import Refusal, compiler
 from software_cuda.runtime import host_bytes
 
 NON_BLOCKING, LEGACY = 1, 1
 
 
-def value(found: tuple[Any, ...]) -> Any:
+def value(found):
     """Return the value of a call that succeeded."""
     assert found[0] == 0, found[0]
     return found[1] if len(found) > 1 else None
 
 
-def refused(found: tuple[Any, ...], name: str) -> None:
+def refused(found, name):
     """Check that a call returned this error and no value."""
     assert found[0].name == name
     assert all(x is None for x in found[1:])
 
 
-def allocate(cuda: Software, nbytes: int = 16) -> int:
+def allocate(cuda, nbytes=16):
     return int(value(cuda.runtime.cudaMalloc(nbytes)))
 
 
-def stream(cuda: Software, flags: int = NON_BLOCKING) -> int:
+def stream(cuda, flags=NON_BLOCKING):
     return int(value(cuda.runtime.cudaStreamCreateWithFlags(flags)))
 
 
-def event(cuda: Software, flags: int = 2) -> Any:
+def event(cuda, flags=2):
     """Return a new event, by default one without time."""
     return value(cuda.runtime.cudaEventCreateWithFlags(flags))
 
 
-def record(cuda: Software, on: int) -> Any:
+def record(cuda, on):
     """Return a new event, recorded on a stream."""
     mark = event(cuda)
     value(cuda.runtime.cudaEventRecord(mark, on))
     return mark
 
 
-def peek(cuda: Software, address: int, count: int = 4) -> list[float]:
+def peek(cuda, address, count=4):
     """Return numbers of a device as they are now, whatever is queued."""
     return cuda.runtime.memory.at(address, 4 * count, None, "peek").view(np.float32).tolist()
 
 
-def write(cuda: Software, address: int, number: float, on: int) -> None:
+def write(cuda, address, number, on):
     """Queue the writing of four numbers."""
     values = np.full(4, number, np.float32)
     value(cuda.runtime.cudaMemcpyAsync(address, values.ctypes.data, values.nbytes, 4, on))
 
 
-def copy(cuda: Software, target: int, source: int, on: int) -> None:
+def copy(cuda, target, source, on):
     """Queue a copy of four numbers."""
     value(cuda.runtime.cudaMemcpyAsync(target, source, 16, 4, on))
 
 
-def synchronize(cuda: Software, on: int) -> None:
+def synchronize(cuda, on):
     value(cuda.runtime.cudaStreamSynchronize(on))
 
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_is_aligned_poisoned_counted_and_limited(cuda: Software) -> None:
+def test_memory_is_aligned_poisoned_counted_and_limited(cuda):
     first, second = allocate(cuda, 100), allocate(cuda, 1)
     assert first % 256 == second % 256 == 0
     assert np.isnan(peek(cuda, first)).all()
@@ -92,7 +88,7 @@ def test_memory_is_aligned_poisoned_counted_and_limited(cuda: Software) -> None:
     ("offset", "nbytes", "words"),
     [(0, 65, "over the end"), (60, 8, "over the end"), (-4, 4, "nothing is allocated"), (64, 1, "nothing")],
 )  # fmt: skip
-def test_an_illegal_address_is_an_error_that_stays(cuda: Software, offset: int, nbytes: int, words: str) -> None:
+def test_an_illegal_address_is_an_error_that_stays(cuda, offset, nbytes, words):
     value(cuda.runtime.cudaMemsetAsync(allocate(cuda, 64) + offset, 0, nbytes, LEGACY))
     refused(cuda.runtime.cudaStreamSynchronize(LEGACY), "cudaErrorIllegalAddress")
     refused(cuda.runtime.cudaMalloc(8), "cudaErrorIllegalAddress")
@@ -102,7 +98,7 @@ def test_an_illegal_address_is_an_error_that_stays(cuda: Software, offset: int, 
     allocate(cuda)
 
 
-def test_the_use_of_freed_memory_is_noticed(cuda: Software) -> None:
+def test_the_use_of_freed_memory_is_noticed(cuda):
     address, target, on = allocate(cuda), allocate(cuda), stream(cuda)
     write(cuda, address, 1.0, on)
     copy(cuda, target, address, on)
@@ -116,7 +112,7 @@ def test_the_use_of_freed_memory_is_noticed(cuda: Software) -> None:
     assert "was freed" in cuda.faults.pop()
 
 
-def test_memory_of_another_device_is_not_accessible(cuda: Software) -> None:
+def test_memory_of_another_device_is_not_accessible(cuda):
     address = allocate(cuda)
     value(cuda.runtime.cudaSetDevice(1))
     value(cuda.runtime.cudaMemsetAsync(address, 0, 16, LEGACY))
@@ -129,7 +125,7 @@ def test_memory_of_another_device_is_not_accessible(cuda: Software) -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("order", ["lazy", "all", 0])
-def test_a_missing_wait_changes_the_result(cuda: Software, order: Any, joined: bool) -> None:
+def test_a_missing_wait_changes_the_result(cuda, order, joined):
     """A reader that does not wait for the writer finds poison, or what a later writer has written."""
     cuda.runtime.scheduler.use(order)
     poisoned = overwritten = 0
@@ -154,7 +150,7 @@ def test_a_missing_wait_changes_the_result(cuda: Software, order: Any, joined: b
 
 
 @pytest.mark.parametrize(("flags", "ordered"), [(0, True), (NON_BLOCKING, False)])
-def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(cuda: Software, flags: int, ordered: bool) -> None:
+def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(cuda, flags, ordered):
     a, b, c, other = allocate(cuda), allocate(cuda), allocate(cuda), stream(cuda, flags)
     write(cuda, b, 0.0, other)
     synchronize(cuda, other)  # so that it is the other stream's turn
@@ -165,7 +161,7 @@ def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(cuda: Softwa
     assert (peek(cuda, c) == [1.0] * 4) is ordered
 
 
-def test_events_are_done_with_the_work_before_them(cuda: Software) -> None:
+def test_events_are_done_with_the_work_before_them(cuda):
     address, on, mark = allocate(cuda), stream(cuda), event(cuda)
     value(cuda.runtime.cudaEventQuery(mark))  # never recorded
     write(cuda, address, 1.0, on)
@@ -180,7 +176,7 @@ def test_events_are_done_with_the_work_before_them(cuda: Software) -> None:
     assert found[-1] == 0
 
 
-def test_invalid_handles_are_refused(cuda: Software) -> None:
+def test_invalid_handles_are_refused(cuda):
     mark = event(cuda)
     value(cuda.runtime.cudaEventDestroy(mark))
     refused(cuda.runtime.cudaStreamSynchronize(77), "cudaErrorInvalidResourceHandle")
@@ -194,8 +190,8 @@ def test_invalid_handles_are_refused(cuda: Software) -> None:
     refused(cuda.runtime.cudaEventRecord(mark, stream(cuda)), "cudaErrorInvalidResourceHandle")
 
 
-def in_a_thread(work: Any) -> Any:
-    found: list[Any] = []
+def in_a_thread(work):
+    found = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
     thread.join()
@@ -205,7 +201,7 @@ def in_a_thread(work: Any) -> Any:
 # -- capture --------------------------------------------------------------------------------------
 
 
-def test_streams_join_a_capture_and_must_be_joined_to_it(cuda: Software) -> None:
+def test_streams_join_a_capture_and_must_be_joined_to_it(cuda):
     first, second, back = stream(cuda), stream(cuda), event(cuda)
     for joined, error in ((False, "cudaErrorStreamCaptureUnjoined"), (True, "cudaErrorStreamCaptureInvalidated")):
         cuda.runtime.begin_capture(first)
@@ -219,7 +215,7 @@ def test_streams_join_a_capture_and_must_be_joined_to_it(cuda: Software) -> None
             cuda.runtime.end_capture(first)
 
 
-def allocate_relaxed(cuda: Software) -> int:
+def allocate_relaxed(cuda):
     """Allocate during a capture, in the mode that allows it."""
     modes = cuda.runtime.cudaStreamCaptureMode
     before = value(cuda.runtime.cudaThreadExchangeStreamCaptureMode(modes.cudaStreamCaptureModeRelaxed))
@@ -241,7 +237,7 @@ def allocate_relaxed(cuda: Software) -> int:
         (lambda runtime, on, mark: runtime.cudaStreamWaitEvent(on, mark, 0), "cudaErrorStreamCaptureIsolation"),
     ],
 )  # fmt: skip
-def test_captures_forbid_calls(cuda: Software, forbidden: Any, name: str) -> None:
+def test_captures_forbid_calls(cuda, forbidden, name):
     on, mark = stream(cuda, 0), record(cuda, stream(cuda))
     cuda.runtime.begin_capture(on)
     refused(forbidden(cuda.runtime, on, mark), name)
@@ -252,7 +248,7 @@ def test_captures_forbid_calls(cuda: Software, forbidden: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize(("mode", "allowed"), [("Global", False), ("ThreadLocal", True), ("Relaxed", True)])
-def test_capture_modes(cuda: Software, mode: str, allowed: bool) -> None:
+def test_capture_modes(cuda, mode, allowed):
     on = stream(cuda)
     cuda.runtime.begin_capture(on, mode)
     assert (in_a_thread(lambda: cuda.runtime.cudaMalloc(8))[0] == 0) is allowed
@@ -292,21 +288,19 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="g++ is not insta
 
 
 @pytest.fixture
-def launching(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Software:
+def launching(software, monkeypatch):
     """The software CUDA in use by lowprec, which launches the kernels of this file."""
     macros = lambda given: "".join(f"#define {name} {value}\n" for name, value in given)  # noqa: E731
     monkeypatch.setattr(compiling, "source_text", lambda _, definitions: macros(definitions) + KERNELS)
     return software.software
 
 
-def launch(
-    name: str, x: int, y: int, *rest: float, grid: int = 1, block: int = 32, device: int = 0, **defined: int
-) -> None:
+def launch(name, x, y, *rest, grid=1, block=32, device=0, **defined):
     made = compiling.Launch(name, "", defined, device, grid, (block,), 2, rest[:1], len(rest[1:]))
     made(LEGACY, x, y, *rest[1:])
 
 
-def two_arrays(cuda: Software, count: int = 64) -> tuple[int, int]:
+def two_arrays(cuda, count=64):
     x, y = (allocate(cuda, 4 * count) for _ in range(2))
     numbers = np.arange(count, dtype=np.float32)
     cuda.runtime.memory.at(x, numbers.nbytes, 0, "")[:] = numbers.view(np.uint8)
@@ -315,7 +309,7 @@ def two_arrays(cuda: Software, count: int = 64) -> tuple[int, int]:
 
 @needs_compiler
 @pytest.mark.parametrize("races", [False, True])
-def test_threads_wait_at_barriers(launching: Software, races: bool) -> None:
+def test_threads_wait_at_barriers(launching, races):
     x, y = two_arrays(launching)
     launch("backwards", x, y, 50, block=64, **({"RACE": 1} if races else {}))
     value(launching.runtime.cudaDeviceSynchronize())
@@ -332,7 +326,7 @@ def test_threads_wait_at_barriers(launching: Software, races: bool) -> None:
         ("wide", (4, 0), "misaligned"),
     ],
 )
-def test_illegal_accesses_of_kernels(launching: Software, name: str, offsets: tuple[int, int], words: str) -> None:
+def test_illegal_accesses_of_kernels(launching, name, offsets, words):
     x, y = two_arrays(launching)
     launch("wide", x + 16, y, block=1)
     value(launching.runtime.cudaDeviceSynchronize())
@@ -345,7 +339,7 @@ def test_illegal_accesses_of_kernels(launching: Software, name: str, offsets: tu
 
 
 @needs_compiler
-def test_kernels_do_not_access_other_devices_and_freed_memory(launching: Software) -> None:
+def test_kernels_do_not_access_other_devices_and_freed_memory(launching):
     x, y = two_arrays(launching)
     value(launching.runtime.cudaSetDevice(1))
     launch("wide", x, y, block=1, device=1)
@@ -360,7 +354,7 @@ def test_kernels_do_not_access_other_devices_and_freed_memory(launching: Softwar
 
 
 @needs_compiler
-def test_launches_and_code_that_the_driver_refuses(launching: Software) -> None:
+def test_launches_and_code_that_the_driver_refuses(launching):
     x, y = two_arrays(launching)
     with pytest.raises(BackendError, match="kernel twice cannot be launched: CUDA_ERROR_INVALID_VALUE"):
         launch("twice", x, y, 1, 2.0, block=2048)
@@ -368,9 +362,8 @@ def test_launches_and_code_that_the_driver_refuses(launching: Software) -> None:
         launch("twice", x, y, 1)
     core = launching.core
 
-    def code(source: str, arch: str = "sm_90") -> bytes:
-        found: bytes = core.Program(source, "c++", core.ProgramOptions(arch=arch)).compile("cubin").code
-        return found
+    def code(source, arch="sm_90"):
+        return core.Program(source, "c++", core.ProgramOptions(arch=arch)).compile("cubin").code
 
     good = code(KERNELS)
     with pytest.raises(Exception, match="NVRTC_ERROR_COMPILATION"):
@@ -388,7 +381,7 @@ def test_launches_and_code_that_the_driver_refuses(launching: Software) -> None:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def test_arrays_are_ready_on_the_stream_of_the_consumer(cuda: Software) -> None:
+def test_arrays_are_ready_on_the_stream_of_the_consumer(cuda):
     on, numbers = stream(cuda), np.ones(4, np.float32)
     for consumer, synchronized, ready in ((on, on, True), (None, on, False), (-1, on, False), (None, LEGACY, True)):
         array = cuda.array(numbers)
@@ -399,7 +392,7 @@ def test_arrays_are_ready_on_the_stream_of_the_consumer(cuda: Software) -> None:
         array.__dlpack__(stream=0)
 
 
-def test_memory_of_an_unreachable_array_is_freed(cuda: Software) -> None:
+def test_memory_of_an_unreachable_array_is_freed(cuda):
     on = stream(cuda)
     array = cuda.array(np.ones(4, np.float32))
     view, target = import_array(array, on), allocate(cuda)

@@ -3,11 +3,8 @@
 Its results are those of the backend's tests.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +21,7 @@ COMPLEX = Asked(scale=C_32F, a=C_32F, b=C_32F, c=C_32F, d=C_32F)
 
 
 @pytest.mark.parametrize(("text", "flags"), [("0", tables.FMA), ("1", tables.HMMA), (None, tables.HMMA)])
-def test_the_override_of_tf32_is_read_at_the_first_handle(
-    cuda: Software, monkeypatch: pytest.MonkeyPatch, text: str | None, flags: int
-) -> None:
+def test_the_override_of_tf32_is_read_at_the_first_handle(cuda, monkeypatch, text, flags):
     if text is not None:
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
     lt, found = cuda.cublas_lt, np.zeros(1, np.uint64)
@@ -76,7 +71,7 @@ def test_the_override_of_tf32_is_read_at_the_first_handle(
         (Asked(alignment=2), NOT_SUPPORTED, "no algorithm for pointers"),
     ],
 )  # fmt: skip
-def test_products_that_are_refused(cuda: Software, asked: Asked, status: int, words: str) -> None:
+def test_products_that_are_refused(cuda, asked, status, words):
     found = refusal(cuda, asked)
     assert (found.status, words in str(found)) == (status, True), found
 
@@ -91,7 +86,7 @@ def test_products_that_are_refused(cuda: Software, asked: Asked, status: int, wo
         ("matmul_desc", "EPILOGUE", BIAS, "no pointer to it"),
     ],
 )
-def test_descriptors_that_are_refused(cuda: Software, kind: str, attribute: str, number: int, words: str) -> None:
+def test_descriptors_that_are_refused(cuda, kind, attribute, number, words):
     with prepared(cuda, Asked()) as product:
         target = product.layouts[0] if kind == "matrix_layout" else product.operation
         product.set(kind, target, **{attribute: number})
@@ -100,13 +95,13 @@ def test_descriptors_that_are_refused(cuda: Software, kind: str, attribute: str,
     assert caught.value.status == INVALID_VALUE
 
 
-def test_float8_needs_its_devices() -> None:
+def test_float8_needs_its_devices():
     cuda = Software([DeviceModel(capability=(8, 0))])
     assert "no FP8 on compute capability (8, 0)" in str(refusal(cuda, FP8))
 
 
 @pytest.mark.parametrize(("version", "refuses"), [(120900, False), (130000, True)])
-def test_one_matrix_by_two_descriptors(version: int, refuses: bool) -> None:
+def test_one_matrix_by_two_descriptors(version, refuses):
     cuda = Software(version=version)
     data = Data(cuda, Asked(beta=1.0))
     a, b, c, _ = data.addresses
@@ -123,7 +118,7 @@ def test_one_matrix_by_two_descriptors(version: int, refuses: bool) -> None:
 # -- algorithms, alignment, workspace -------------------------------------------------------------
 
 
-def test_an_odd_leading_dimension_leaves_fewer_algorithms(cuda: Software) -> None:
+def test_an_odd_leading_dimension_leaves_fewer_algorithms(cuda):
     counts = []
     for gap in (0, 4, 2, 1):
         with prepared(cuda, Asked(gap=(gap,) * 4, a=R_16F, b=R_16F)) as product:
@@ -131,7 +126,7 @@ def test_an_odd_leading_dimension_leaves_fewer_algorithms(cuda: Software) -> Non
     assert counts[0] > counts[1] > counts[2] > counts[3] > 0
 
 
-def test_pointers_must_be_aligned_as_promised(cuda: Software) -> None:
+def test_pointers_must_be_aligned_as_promised(cuda):
     data = Data(cuda, Asked())
     workspace, error = data.new(1 << 20), cuda.cublas_lt.cuBLASLtError
     with prepared(cuda, data.asked) as product:
@@ -148,7 +143,7 @@ def test_pointers_must_be_aligned_as_promised(cuda: Software) -> None:
             product.run(lax, (0, *data.addresses[1:]), workspace)
 
 
-def test_the_alignment_of_a_bias_counts_in_the_search(cuda: Software) -> None:
+def test_the_alignment_of_a_bias_counts_in_the_search(cuda):
     data = Data(cuda, Asked(epilogue=BIAS))
     with prepared(cuda, data.asked) as product:
         product.describe(BIAS_POINTER=data.bias)
@@ -163,7 +158,7 @@ def test_the_alignment_of_a_bias_counts_in_the_search(cuda: Software) -> None:
     assert "over the end" in cuda.faults.pop()  # the bias begins one number too late
 
 
-def test_workspaces(cuda: Software) -> None:
+def test_workspaces(cuda):
     data = Data(cuda, Asked())
     workspace, error = data.new(1 << 20), cuda.cublas_lt.cuBLASLtError
     with prepared(cuda, data.asked) as product:
@@ -181,7 +176,7 @@ def test_workspaces(cuda: Software) -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_two_streams_with_one_workspace(cuda: Software, shares: bool) -> None:
+def test_two_streams_with_one_workspace(cuda, shares):
     cuda.runtime.scheduler.use("all")
     all_data = [Data(cuda, Asked(), seed) for seed in range(2)]
     workspaces = [data.new(1 << 16) for data in all_data]
@@ -197,13 +192,13 @@ def test_two_streams_with_one_workspace(cuda: Software, shares: bool) -> None:
     cuda.faults.clear()
 
 
-def test_an_algorithm_is_for_its_types_and_its_device(cuda: Software) -> None:
+def test_an_algorithm_is_for_its_types_and_its_device(cuda):
     lt = cuda.cublas_lt
     with prepared(cuda, Asked()) as product, prepared(cuda, Asked(compute=77)) as other:
         algorithm, workspace = product.search()[0]
         data, result = np.frombuffer(algorithm, np.uint8).copy(), lt.MatmulHeuristicResult(1)
 
-        def check_it(x: Any) -> None:
+        def check_it(x):
             lt.matmul_algo_check(x.handle, x.operation, *x.layouts, data.ctypes.data, result.ptr)
 
         check_it(product)
@@ -218,12 +213,12 @@ def test_an_algorithm_is_for_its_types_and_its_device(cuda: Software) -> None:
 # -- handles and descriptors ----------------------------------------------------------------------
 
 
-def test_invalid_objects_and_attributes_are_refused(cuda: Software) -> None:
+def test_invalid_objects_and_attributes_are_refused(cuda):
     lt = cuda.cublas_lt
     with prepared(cuda, Asked()) as product:
         gone = lt.matrix_layout_create(0, 4, 4, 4)
         lt.matrix_layout_destroy(gone)
-        attempts: list[Any] = [
+        attempts = [
             lambda: lt.matrix_layout_destroy(gone),
             lambda: lt.destroy(gone),
             lambda: lt.matmul_desc_destroy(product.handle),
@@ -254,7 +249,7 @@ def test_invalid_objects_and_attributes_are_refused(cuda: Software) -> None:
     assert not any(cuda.live().values())
 
 
-def test_a_handle_belongs_to_a_device(cuda: Software) -> None:
+def test_a_handle_belongs_to_a_device(cuda):
     with prepared(cuda, Asked()) as product:
         cuda.runtime.cudaSetDevice(1)
         with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="another device's"):
@@ -263,7 +258,7 @@ def test_a_handle_belongs_to_a_device(cuda: Software) -> None:
     assert "a handle of device 0 is used on 1" in cuda.faults.pop()
 
 
-def test_two_threads_with_one_handle(cuda: Software, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_with_one_handle(cuda, monkeypatch):
     data = [Data(cuda, Asked(), seed) for seed in range(2)]
     meeting = threading.Barrier(2, timeout=20)
     with prepared(cuda, Asked()) as product:
@@ -279,7 +274,7 @@ def test_two_threads_with_one_handle(cuda: Software, monkeypatch: pytest.MonkeyP
     cuda.faults.clear()
 
 
-def test_an_overlap_of_d_with_an_operand_is_noticed(cuda: Software) -> None:
+def test_an_overlap_of_d_with_an_operand_is_noticed(cuda):
     data = Data(cuda, Asked(m=16, n=16, k=16))
     with prepared(cuda, data.asked) as product:
         a, b, c, _ = data.addresses
@@ -288,7 +283,7 @@ def test_an_overlap_of_d_with_an_operand_is_noticed(cuda: Software) -> None:
 
 
 @pytest.mark.parametrize(("mode", "version"), [("Global", 130100), ("Relaxed", 130300)])
-def test_handles_and_searches_during_a_capture(mode: str, version: int) -> None:
+def test_handles_and_searches_during_a_capture(mode, version):
     cuda = Software(version=version)
     lt, on = cuda.cublas_lt, int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
     with prepared(cuda, Asked()) as product:

@@ -1,9 +1,6 @@
 """The software cuSPARSELt itself: the refusals of the real library, and what a compressed matrix holds."""
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +14,14 @@ R_16F, R_16BF, R_8I, R_32F = tables.R_16F, tables.R_16BF, tables.R_8I, tables.R_
 F32, I32 = int(real.ComputeType.COMPUTE_32F), int(real.ComputeType.COMPUTE_32I)
 
 
-def describe(cuda: Software, handle: int, structured: bool, *stored: int) -> int:
+def describe(cuda, handle, structured, *stored):
     lt = cuda.cusparse_lt
     if structured:
         return int(lt.structured_descriptor_init(handle, *stored, 0))
     return int(lt.dense_descriptor_init(handle, *stored))
 
 
-def refused(status: Status, call: Any, *arguments: Any) -> None:
+def refused(status, call, *arguments):
     with pytest.raises(real.cuSPARSELtError) as caught:
         call(*arguments)
     assert caught.value.status == status
@@ -49,7 +46,7 @@ def refused(status: Status, call: Any, *arguments: Any) -> None:
         (False, (64, 64, 64, 16, R_16F, 3), Status.INVALID_VALUE),
     ],
 )
-def test_descriptors(cuda: Software, structured: bool, stored: tuple[int, ...], status: Status | None) -> None:
+def test_descriptors(cuda, structured, stored, status):
     lt = cuda.cusparse_lt
     handle = lt.init()
     if status is None:
@@ -75,9 +72,7 @@ def test_descriptors(cuda: Software, structured: bool, stored: tuple[int, ...], 
         (R_8I, R_8I, F32, 1, ROW, Status.NOT_SUPPORTED),
     ],
 )
-def test_products(
-    cuda: Software, kind: int, result: int, compute: int, op_b: int, order_b: int, status: Status | None
-) -> None:
+def test_products(cuda, kind, result, compute, op_b, order_b, status):
     lt = cuda.cusparse_lt
     handle = lt.init()
     a, b, d = (
@@ -103,7 +98,7 @@ def test_products(
     assert not any(lt.live().values())
 
 
-def test_misuse_is_noted(cuda: Software) -> None:
+def test_misuse_is_noted(cuda):
     lt = cuda.cusparse_lt
     handle = lt.init()
     refused(Status.INVALID_VALUE, lt.mat_descriptor_destroy, 1234)
@@ -116,12 +111,12 @@ def test_misuse_is_noted(cuda: Software) -> None:
     cuda.forgive()
 
 
-def test_devices_without_sparse_units() -> None:
+def test_devices_without_sparse_units():
     refused(Status.ARCH_MISMATCH, Software([DeviceModel(capability=(7, 5))]).cusparse_lt.init)
 
 
 @pytest.mark.parametrize("pattern", [True, False])
-def test_a_dense_matrix_is_not_taken_for_a_compressed_one(cuda: Software, pattern: bool) -> None:
+def test_a_dense_matrix_is_not_taken_for_a_compressed_one(cuda, pattern):
     lt, runtime = cuda.cusparse_lt, cuda.runtime
     handle = lt.init()
     a = describe(cuda, handle, True, 64, 64, 64, 16, R_16F, ROW)
@@ -151,7 +146,7 @@ def test_a_dense_matrix_is_not_taken_for_a_compressed_one(cuda: Software, patter
     cuda.forgive()
 
 
-def test_functions_have_the_parameters_of_the_bindings() -> None:
+def test_functions_have_the_parameters_of_the_bindings():
     """The docstrings of the bindings begin with the signature."""
     own = [name for name, x in vars(CusparseLt).items() if hasattr(x, "__wrapped__")]
     assert len(own) >= 18

@@ -1,17 +1,13 @@
 """Scales of blocks in the software cuBLASLt: the tiles of the documentation, and what is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from software_cuda import DeviceModel, Software
-from software_cuda.asking import LEGACY, Asked, Prepared, prepared
+from software_cuda.asking import LEGACY, Asked, prepared
 from software_cuda.tables import BLOCKS, DTYPES, R_4F_E2M1, R_8F_E4M3, R_8F_E5M2, R_16BF, VEC16_UE4M3, VEC32_UE8M0
 
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
@@ -21,7 +17,7 @@ MODES = {R_8F_E4M3: VEC32_UE8M0, R_4F_E2M1: VEC16_UE4M3}
 
 
 @contextmanager
-def block_scaled(cuda: Software, asked: Asked, a_scale: int, b_scale: int, **changes: int) -> Iterator[Prepared]:
+def block_scaled(cuda, asked, a_scale, b_scale, **changes):
     mode = MODES.get(asked.a, VEC32_UE8M0)
     with prepared(cuda, asked) as product:
         scales = {"A_SCALE_MODE": mode, "B_SCALE_MODE": mode, "A_SCALE_POINTER": a_scale, "B_SCALE_POINTER": b_scale}
@@ -29,13 +25,13 @@ def block_scaled(cuda: Software, asked: Asked, a_scale: int, b_scale: int, **cha
         yield product
 
 
-def put(cuda: Software, values: Any) -> int:
+def put(cuda, values):
     address = int(cuda.runtime.cudaMalloc(values.nbytes)[1])
     cuda.runtime.memory.at(address, values.nbytes, None, "test")[:] = values.reshape(-1).view(np.uint8)
     return address
 
 
-def tiled(scales: Any) -> Any:
+def tiled(scales):
     """The documentation's pseudocode, scale by scale."""
     outer, inner = scales.shape
     width = -(-inner // 4) * 4
@@ -47,7 +43,7 @@ def tiled(scales: Any) -> Any:
     return memory
 
 
-def operand(rng: Any, rows: int, k: int, data_type: int) -> tuple[Any, Any, Any]:
+def operand(rng, rows, k, data_type):
     """Codes as they are in memory, scales, and the numbers that both stand for."""
     block, scale_dtype = BLOCKS[MODES[data_type]]
     codes = rng.integers(0, 16, (rows, k), np.uint8)
@@ -62,7 +58,7 @@ def operand(rng: Any, rows: int, k: int, data_type: int) -> tuple[Any, Any, Any]
 
 
 @pytest.fixture
-def blackwell() -> Iterator[Software]:
+def blackwell():
     cuda = Software([DeviceModel(capability=(10, 0))])
     yield cuda
     cuda.drain()
@@ -70,7 +66,7 @@ def blackwell() -> Iterator[Software]:
 
 
 @pytest.mark.parametrize("asked", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
-def test_products(blackwell: Software, asked: Asked) -> None:
+def test_products(blackwell, asked):
     rng = np.random.default_rng(4)
     (a, a_scales, left), (b, b_scales, right) = (operand(rng, rows, asked.k, asked.a) for rows in (asked.m, asked.n))
     found = np.zeros((asked.n, asked.m), np.float32)
@@ -85,7 +81,7 @@ def test_products(blackwell: Software, asked: Asked) -> None:
     np.testing.assert_allclose(memory.view(np.float32).reshape(found.shape), right @ left.T, 2.0**-24, 2.0**-149)
 
 
-def test_scales_beyond_the_operand_are_zero(blackwell: Software) -> None:
+def test_scales_beyond_the_operand_are_zero(blackwell):
     data = [put(blackwell, np.zeros(1 << 16, np.uint8)) for _ in range(4)]
     scales = np.zeros(2 * 512, np.uint8)
     scales[-1] = 1
@@ -97,7 +93,7 @@ def test_scales_beyond_the_operand_are_zero(blackwell: Software) -> None:
     blackwell.forgive()
 
 
-REFUSED: list[tuple[Asked, dict[str, int], tuple[int, int], int, str]] = [
+REFUSED = [
     (MXFP8, {}, (9, 0), NOT_SUPPORTED, "no scales of blocks on"),
     (NVFP4, {}, (8, 0), NOT_SUPPORTED, "no FP8 on"),
     (MXFP8, {"A_SCALE_MODE": 0}, (10, 0), NOT_SUPPORTED, "scale modes"),
@@ -118,9 +114,7 @@ REFUSED: list[tuple[Asked, dict[str, int], tuple[int, int], int, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "changes", "capability", "status", "words"), REFUSED)
-def test_products_that_are_refused(
-    asked: Asked, changes: dict[str, int], capability: tuple[int, int], status: int, words: str
-) -> None:
+def test_products_that_are_refused(asked, changes, capability, status, words):
     cuda = Software([DeviceModel(capability=capability)])
     with block_scaled(cuda, asked, 256, 512, **changes) as product:
         with pytest.raises(cuda.cublas_lt.cuBLASLtError, match=words) as caught:

@@ -1,9 +1,6 @@
 """2:4 sparse operands on a GPU: exact products, what cuSPARSELt does not multiply, and errors of the library."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,21 +8,18 @@ import pytest
 
 import lowprec
 from cuda_backend import test_faults as faults
-from cuda_backend.device_fixture import Gpu, SoftwareGpu, draw
-from cuda_backend.device_libraries import StreamedLibrary
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from lowprec.core import executors
 from lowprec.errors import BackendError
 from lowprec.planning import ReasonKind
 from software_cuda import install, uninstall
-from software_cuda.cupy import Cupy
 from software_cuda.cusparselt import Status
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-Array = np.ndarray[Any, Any]
 K, N = 64, 96
 
 
-def sparse(seed: int, *shape: int, dtype: Any = BF16) -> Array:
+def sparse(seed, *shape, dtype=BF16):
     """Return whole numbers of which elements 0 and 3, or 1 and 2, of each group along k are 0."""
     x = draw(seed, *shape, dtype=dtype)
     group = np.arange(shape[-2])[:, None] % 4
@@ -33,12 +27,12 @@ def sparse(seed: int, *shape: int, dtype: Any = BF16) -> Array:
     return x
 
 
-def true(a: Array, b: Array, dtype: Any = None) -> Array:
+def true(a, b, dtype=None):
     """Return the product, rounded once: sums of small whole numbers are exact in float32."""
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype or a.dtype)
 
 
-def uses_sparse_units(x: Any, prepared: lowprec.PreparedOperand, **given: Any) -> bool:
+def uses_sparse_units(x, prepared, **given):
     plan = lowprec.plan(x, prepared, **given)
     assert plan.sparsity is not None
     rows = dict(plan.algorithm)
@@ -52,7 +46,7 @@ def uses_sparse_units(x: Any, prepared: lowprec.PreparedOperand, **given: Any) -
 @pytest.mark.feature("2:4 sparse operands of float16, bfloat16 and int8")
 @pytest.mark.parametrize("dtype", [BF16, np.float16, np.int8], ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_products(gpu: Gpu, dtype: Any, order: Any) -> None:
+def test_products(gpu, dtype, order):
     b = np.asarray(sparse(0, K, N, dtype=dtype), order=order)
     y = gpu.put(b)
     prepared = lowprec.prepare(y, sparsity="2:4")
@@ -71,7 +65,7 @@ def test_products(gpu: Gpu, dtype: Any, order: Any) -> None:
 
 
 @pytest.mark.feature("2:4 sparse operands, pruned, and with an epilogue")
-def test_epilogues(gpu: Gpu) -> None:
+def test_epilogues(gpu):
     a, b, c, bias = (
         draw(0, 16, K, dtype=BF16),
         draw(1, K, N, dtype=BF16),
@@ -96,14 +90,14 @@ def test_epilogues(gpu: Gpu) -> None:
     np.testing.assert_array_equal(gpu.get(out), (product + c.astype(np.float32)).astype(BF16))
 
 
-def test_int8_epilogue_and_float32_operands(gpu: Gpu) -> None:
+def test_int8_epilogue_and_float32_operands(gpu):
     a, b, bias = draw(0, 32, K, dtype=np.int8), sparse(1, K, N, dtype=np.int8), draw(2, N, dtype=np.int32)
     prepared, x, u = lowprec.prepare(gpu.put(b), sparsity="2:4"), gpu.put(a), gpu.put(bias)
     assert uses_sparse_units(x, prepared, bias=u, activation="relu")
     found = gpu.get(lowprec.matmul(x, prepared, bias=u, activation="relu"))
     np.testing.assert_array_equal(found, np.maximum(true(a, b, np.int32) + bias, 0))
     # The packing rounds both operands to bfloat16.
-    given: dict[str, Any] = {"math_mode": "bf16", "out_dtype": "bfloat16"}
+    given = {"math_mode": "bf16", "out_dtype": "bfloat16"}
     a, b = a.astype(np.float32), b.astype(np.float32)
     x = gpu.put(a)
     for mode, used in (("bf16", True), ("fp16", False)):
@@ -140,7 +134,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("case", DENSE)
-def test_dense_products(gpu: Gpu, case: str) -> None:
+def test_dense_products(gpu, case):
     shape_a, shape_b, dtype, given, words = DENSE[case]
     a, b = draw(0, *shape_a, dtype=dtype), sparse(1, *shape_b, dtype=dtype)
     prepared, x = lowprec.prepare(gpu.put(b), sparsity="2:4", math_mode=given.get("math_mode")), gpu.put(a)
@@ -153,7 +147,7 @@ def test_dense_products(gpu: Gpu, case: str) -> None:
     np.testing.assert_array_equal(found, np.maximum(want, 0) if "activation" in given else want)
 
 
-def test_layouts_that_are_dense(gpu: Gpu) -> None:
+def test_layouts_that_are_dense(gpu):
     a, b = draw(0, 16, K, dtype=BF16), sparse(1, K, N)
     prepared = lowprec.prepare(gpu.put(b), sparsity="2:4")
     wide = np.zeros((16, K + 4), BF16)
@@ -170,7 +164,7 @@ def test_layouts_that_are_dense(gpu: Gpu) -> None:
     np.testing.assert_array_equal(gpu.get(out), true(a, b).T)
 
 
-def test_a_misaligned_operand_is_multiplied_densely(gpu: Gpu) -> None:
+def test_a_misaligned_operand_is_multiplied_densely(gpu):
     b = sparse(1, K, N)
     prepared = lowprec.prepare(gpu.put(b), sparsity="2:4")
     odd = np.empty(16 * K + 8, BF16)
@@ -185,7 +179,7 @@ def test_a_misaligned_operand_is_multiplied_densely(gpu: Gpu) -> None:
     np.testing.assert_array_equal(gpu.get(lowprec.matmul(x, prepared)), true(a, b))
 
 
-def test_linear(gpu: Gpu) -> None:
+def test_linear(gpu):
     weight, x = np.ascontiguousarray(sparse(0, K, N).T), draw(1, 16, K, dtype=BF16)
     prepared = lowprec.prepare(gpu.transpose(gpu.put(weight)), sparsity="2:4")
     found = gpu.get(lowprec.linear(gpu.put(x), prepared.T))
@@ -193,7 +187,7 @@ def test_linear(gpu: Gpu) -> None:
     assert any(key[0] == "2:4" for key in prepared._view.packed) is uses_sparse_units(gpu.put(x), prepared)
 
 
-def test_sparse_and_dense_operands_of_one_layout(software: SoftwareGpu) -> None:
+def test_sparse_and_dense_operands_of_one_layout(software):
     """They share an executor, and its fast path for dense ones."""
     x, prepared, want = operands(software)
     dense = software.put(draw(2, K, N, dtype=BF16))
@@ -203,7 +197,7 @@ def test_sparse_and_dense_operands_of_one_layout(software: SoftwareGpu) -> None:
         assert software.software.count("cusparse_lt.matmul") == (0, 0, 1, 1, 2, 3)[number]
 
 
-def test_a_compressed_operand_is_ready_for_every_stream(library: StreamedLibrary) -> None:
+def test_a_compressed_operand_is_ready_for_every_stream(library):
     a, b = draw(0, 16, K, dtype=np.float16), sparse(1, K, N, dtype=np.float16)
     with library.stream():
         prepared = lowprec.prepare(library.late(b), sparsity="2:4")
@@ -215,7 +209,7 @@ def test_a_compressed_operand_is_ready_for_every_stream(library: StreamedLibrary
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "every second", "a stack", "empty"])
-def test_prepare_reads_arrays_on_the_device(gpu: Gpu, layout: str) -> None:
+def test_prepare_reads_arrays_on_the_device(gpu, layout):
     b = {
         "rows": lambda b: b,
         "columns": np.asfortranarray,
@@ -238,12 +232,12 @@ def test_prepare_reads_arrays_on_the_device(gpu: Gpu, layout: str) -> None:
 # -- errors of the library ------------------------------------------------------------------------
 
 
-def operands(gpu: Gpu) -> tuple[Any, lowprec.PreparedOperand, Array]:
+def operands(gpu):
     a, b = draw(0, 16, K, dtype=BF16), sparse(1, K, N)
     return gpu.put(a), lowprec.prepare(gpu.put(b), sparsity="2:4"), true(a, b)
 
 
-def test_a_missing_library(software: SoftwareGpu) -> None:
+def test_a_missing_library(software):
     software.software.cusparse_lt.is_missing = True
     x, prepared, want = operands(software)
     for _ in range(2):
@@ -254,7 +248,7 @@ def test_a_missing_library(software: SoftwareGpu) -> None:
     assert software.software.count("cusparse_lt.matmul") == 0
 
 
-def test_an_old_device() -> None:
+def test_an_old_device():
     gpu = SoftwareGpu(install(1, capability=(7, 5)))
     executors.clear_caches()
     try:
@@ -273,7 +267,7 @@ CREATES = ("structured_descriptor_init", "dense_descriptor_init", "matmul_descri
 
 
 @pytest.mark.parametrize("name", [*CREATES, "init"])
-def test_a_refused_product_is_dense(software: SoftwareGpu, name: str) -> None:
+def test_a_refused_product_is_dense(software, name):
     x, prepared, want = operands(software)
     with software.failing_call(f"cusparse_lt.{name}", status=Status.NOT_SUPPORTED):
         np.testing.assert_array_equal(software.get(lowprec.matmul(x, prepared)), want)
@@ -282,7 +276,7 @@ def test_a_refused_product_is_dense(software: SoftwareGpu, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*CREATES, "init", "sp_mma_compress2", "matmul"])
-def test_a_failure_is_an_error(software: SoftwareGpu, name: str) -> None:
+def test_a_failure_is_an_error(software, name):
     x, prepared, want = operands(software)
     with (
         software.failing_call(f"cusparse_lt.{name}", status=Status.INTERNAL_ERROR),
@@ -293,14 +287,14 @@ def test_a_failure_is_an_error(software: SoftwareGpu, name: str) -> None:
     assert software.software.count("cusparse_lt.matmul") >= 1
 
 
-def test_memory_for_a_handle_is_released_first(software: SoftwareGpu) -> None:
+def test_memory_for_a_handle_is_released_first(software):
     x, prepared, want = operands(software)
     with software.failing_call("cusparse_lt.init", status=Status.ALLOC_FAILED):
         np.testing.assert_array_equal(software.get(lowprec.matmul(x, prepared)), want)
     assert software.software.count("cusparse_lt.init") == 2
 
 
-def test_a_pattern_that_the_library_does_not_find(software: SoftwareGpu) -> None:
+def test_a_pattern_that_the_library_does_not_find(software):
     """The check on the device is a second one, in case that the layouts of the two differ."""
     a, b = draw(0, 16, K, dtype=BF16), draw(1, K, N, dtype=BF16)
     prepared = lowprec.prepare(software.put(b))
@@ -323,7 +317,7 @@ INT8 = faults.Case(
 
 
 @pytest.mark.parametrize("case", [CASE, INT8], ids=["bfloat16", "int8"])
-def test_every_call_may_fail(software: SoftwareGpu, case: Any) -> None:
+def test_every_call_may_fail(software, case):
     """A fault in any call gives a typed error, leaks no object, and leaves the next product right."""
     if case is CASE:
         case = case._replace(true=case.true.astype(BF16).astype(np.float64))
@@ -331,7 +325,7 @@ def test_every_call_may_fail(software: SoftwareGpu, case: Any) -> None:
     faults.start_again()
     empty = software.live()
 
-    def check(when: str) -> None:
+    def check(when):
         faults.run(software, case)
         faults.start_again()
         assert software.live() == empty, when
@@ -342,12 +336,12 @@ def test_every_call_may_fail(software: SoftwareGpu, case: Any) -> None:
 # -- threads and graphs ---------------------------------------------------------------------------
 
 
-def test_threads(software: SoftwareGpu, cupy: Cupy) -> None:
+def test_threads(software, cupy):
     """Plans are of one handle, and with them the address of a bias."""
     a, b = draw(0, 16, K, dtype=np.float16), sparse(1, K, N, dtype=np.float16)
     prepared = lowprec.prepare(cupy.asarray(b), sparsity="2:4")
 
-    def work(number: int) -> bool:
+    def work(number):
         with cupy.cuda.Stream():
             x, bias = cupy.asarray(a), cupy.asarray(np.full(N, number, np.float16))
             found = [lowprec.matmul(x, prepared, bias=bias) for _ in range(10)]
@@ -359,7 +353,7 @@ def test_threads(software: SoftwareGpu, cupy: Cupy) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int8], ids=str)
-def test_graphs(software: SoftwareGpu, cupy: Cupy, dtype: Any) -> None:
+def test_graphs(software, cupy, dtype):
     runtime = software.software.runtime
     a, b = draw(0, 32, K, dtype=dtype), sparse(1, K, N, dtype=dtype)
     with cupy.cuda.Stream() as stream:
@@ -382,7 +376,7 @@ def test_graphs(software: SoftwareGpu, cupy: Cupy, dtype: Any) -> None:
     assert "sparse matmul" in graph.labels
 
 
-def test_profile_names_the_library(software: SoftwareGpu) -> None:
+def test_profile_names_the_library(software):
     x, prepared, _ = operands(software)
     with lowprec.profile() as found:
         lowprec.matmul(x, prepared)

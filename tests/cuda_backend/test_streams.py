@@ -4,26 +4,20 @@ The software CUDA runs work only when it is waited for, and poisons the memory o
 wait shows as a wrong number.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu, draw
-from cuda_backend.device_libraries import StreamedLibrary
+from cuda_backend.device_fixture import draw
 from lowprec.arrays.dlpack import import_array
 from lowprec.backends.cuda import memory
 from lowprec.core import executors
 from lowprec.errors import BackendError
-from software_cuda import Software
 from software_cuda.arrays import DeviceArray, read
-from software_cuda.cupy import Cupy
 from support import oracles
 
 A, B = draw(0, 24, 24), draw(1, 24, 24)
@@ -38,14 +32,14 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.fixture(params=ORDERS)
-def ordered(software: SoftwareGpu, request: pytest.FixtureRequest) -> Software:
+def ordered(software, request):
     """The software CUDA in use by lowprec, with one of the orders."""
     software.software.runtime.scheduler.use(request.param)
     return software.software
 
 
 @each_mode
-def test_arrays_known_only_by_dlpack(ordered: Software, mode: str) -> None:
+def test_arrays_known_only_by_dlpack(ordered, mode):
     for device in (0, 1, 0):
         x, y = ordered.array(A, device=device), ordered.array(B, device=device)
         found = lowprec.matmul(x, y, math_mode=mode)
@@ -55,7 +49,7 @@ def test_arrays_known_only_by_dlpack(ordered: Software, mode: str) -> None:
 
 
 @each_mode
-def test_out_of_a_library_that_reports_no_stream(ordered: Software, mode: str) -> None:
+def test_out_of_a_library_that_reports_no_stream(ordered, mode):
     """It is written in the order of the default stream."""
     out = ordered.array(np.ones_like(A))
     assert lowprec.matmul(ordered.array(A), ordered.array(B), out=out, c=out, beta=2.0, math_mode=mode) is out
@@ -63,7 +57,7 @@ def test_out_of_a_library_that_reports_no_stream(ordered: Software, mode: str) -
 
 
 @each_mode
-def test_streams_of_cupy_and_an_array_of_another_library(ordered: Software, cupy: Cupy, mode: str) -> None:
+def test_streams_of_cupy_and_an_array_of_another_library(ordered, cupy, mode):
     results = []
     streams = [cupy.cuda.Stream() for _ in range(3)]
     for turn, own in enumerate(streams):
@@ -79,7 +73,7 @@ def test_streams_of_cupy_and_an_array_of_another_library(ordered: Software, cupy
 
 
 @pytest.fixture
-def freed_at_once(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def freed_at_once(software, monkeypatch):
     """The next allocation frees the memory of dead arrays, however little it is."""
     monkeypatch.setattr(memory, "_LIMIT_BYTES", 0)
     monkeypatch.setattr(memory, "_LIMIT_SHARE", 1 << 40)
@@ -87,7 +81,7 @@ def freed_at_once(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("freed_at_once")
-def test_memory_that_another_library_reads_is_not_reused(ordered: Software, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_another_library_reads_is_not_reused(ordered, monkeypatch):
     """The library has released the array on the host, before its stream has read it."""
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     runtime = ordered.runtime
@@ -111,7 +105,7 @@ def test_memory_that_another_library_reads_is_not_reused(ordered: Software, monk
 
 @pytest.mark.usefixtures("freed_at_once")
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16x3"])
-def test_a_prepared_operand_may_go_while_the_product_waits(ordered: Software, cupy: Cupy, mode: str) -> None:
+def test_a_prepared_operand_may_go_while_the_product_waits(ordered, cupy, mode):
     with cupy.cuda.Stream():
         prepared = lowprec.prepare(cupy.asarray(B), math_mode=mode)
         lowprec.matmul(cupy.asarray(A), prepared, math_mode=mode)
@@ -126,7 +120,7 @@ def test_a_prepared_operand_may_go_while_the_product_waits(ordered: Software, cu
 
 
 @each_mode
-def test_memory_of_a_graph_is_its_own(ordered: Software, cupy: Cupy, mode: str) -> None:
+def test_memory_of_a_graph_is_its_own(ordered, cupy, mode):
     runtime = ordered.runtime
     with cupy.cuda.Stream() as own:
         x, y, out = cupy.asarray(A), cupy.asarray(B), cupy.empty((24, 24), np.float32)
@@ -147,7 +141,7 @@ def test_memory_of_a_graph_is_its_own(ordered: Software, cupy: Cupy, mode: str) 
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3"])
-def test_a_packed_operand_is_ready_for_every_stream(library: StreamedLibrary, mode: str) -> None:
+def test_a_packed_operand_is_ready_for_every_stream(library, mode):
     with library.stream():
         b = library.late(B)
         want = library.get(lowprec.matmul(library.late(A), b, math_mode=mode))
@@ -162,10 +156,10 @@ def test_a_packed_operand_is_ready_for_every_stream(library: StreamedLibrary, mo
 # -- devices and threads --------------------------------------------------------------------------
 
 
-def test_threads_share_a_bias_product(cupy: Cupy) -> None:
+def test_threads_share_a_bias_product(cupy):
     """The pointer of a bias is part of a descriptor that all threads share."""
 
-    def work(number: int) -> bool:
+    def work(number):
         with cupy.cuda.Stream():
             bias = np.full(24, number, np.float32)
             a, b, c = cupy.asarray(A), cupy.asarray(B), cupy.asarray(bias)
@@ -179,7 +173,7 @@ def test_threads_share_a_bias_product(cupy: Cupy) -> None:
 # -- graphs ---------------------------------------------------------------------------------------
 
 
-def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> None:
+def test_graphs_do_not_share_a_workspace(software, cupy):
     """Two graphs that were captured on one stream may be replayed side by side."""
     runtime = software.software.runtime
     large = draw(3, 96, 96)
@@ -203,7 +197,7 @@ def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> N
 
 
 @each_mode
-def test_a_graph_of_the_default_stream_of_a_thread(ordered: Software, cupy: Cupy, mode: str) -> None:
+def test_a_graph_of_the_default_stream_of_a_thread(ordered, cupy, mode):
     """cuBLASLt, which may not accept its number, works on another stream in its order."""
     runtime = ordered.runtime
     with cupy.cuda.Stream(ptds=True) as own:
@@ -220,7 +214,7 @@ def test_a_graph_of_the_default_stream_of_a_thread(ordered: Software, cupy: Cupy
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("cold", ["all", "executor", "alignment", "thread"])
-def test_a_first_product_is_not_captured(software: SoftwareGpu, cupy: Cupy, cold: str, mode: str) -> None:
+def test_a_first_product_is_not_captured(software, cupy, cold, mode):
     """It is refused before anything is queued; the capture stays valid."""
     runtime = software.software.runtime
     with cupy.cuda.Stream() as stream, ThreadPoolExecutor(1) as other:
@@ -233,7 +227,7 @@ def test_a_first_product_is_not_captured(software: SoftwareGpu, cupy: Cupy, cold
         if cold == "alignment":
             out = odd
 
-        def product() -> Any:
+        def product():
             with stream:
                 runtime.begin_capture(stream.ptr)
                 try:
@@ -254,9 +248,7 @@ def test_a_first_product_is_not_captured(software: SoftwareGpu, cupy: Cupy, cold
 
 @pytest.mark.parametrize("captures", ["first", "second"])
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_arrays_of_another_library_are_not_captured(
-    software: SoftwareGpu, cupy: Cupy, captures: str, non_blocking: bool
-) -> None:
+def test_arrays_of_another_library_are_not_captured(software, cupy, captures, non_blocking):
     """Streams outside of a capture cannot be waited for; it is refused before that is tried."""
     runtime = software.software.runtime
     with cupy.cuda.Stream(non_blocking=non_blocking) as stream:
@@ -276,7 +268,7 @@ def test_arrays_of_another_library_are_not_captured(
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_results_are_not_handed_to_a_capture(software: SoftwareGpu, cupy: Cupy, non_blocking: bool) -> None:
+def test_results_are_not_handed_to_a_capture(software, cupy, non_blocking):
     """Nor multiplied again on the legacy default stream, where that would end the capture."""
     runtime = software.software.runtime
     result = lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B))
@@ -294,7 +286,7 @@ def test_results_are_not_handed_to_a_capture(software: SoftwareGpu, cupy: Cupy, 
 # -- plans and info -------------------------------------------------------------------------------
 
 
-def test_a_plan_shows_the_choice_of_cublaslt_and_info_the_device(cupy: Cupy) -> None:
+def test_a_plan_shows_the_choice_of_cublaslt_and_info_the_device(cupy):
     a, b = cupy.asarray(A), cupy.asarray(B)
     for mode, units in (("tf32", "tf32"), ("bf16", "bfloat16")):
         plan = lowprec.plan(a, b, math_mode=mode)
@@ -308,7 +300,7 @@ def test_a_plan_shows_the_choice_of_cublaslt_and_info_the_device(cupy: Cupy) -> 
     assert lowprec.info()["gpu"]["cublas"] == "13.1.0"
 
 
-def test_a_plan_shows_the_fallback_for_an_odd_address(cupy: Cupy) -> None:
+def test_a_plan_shows_the_fallback_for_an_odd_address(cupy):
     a, b, wide = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.arange(32, dtype=np.float32))
     for start, falls_back in ((0, False), (1, True)):
         rows = dict(lowprec.plan(a, b, bias=wide[start : start + 24]).algorithm)

@@ -1,9 +1,6 @@
 """The switches of the software CUDA: what each refuses, and what is accepted without it."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +19,11 @@ NVFP4_BIAS, MXFP8_BIAS = (replace(x, epilogue=BIAS, bias_type=R_16BF) for x in (
 INT8 = Asked(op_a=1, compute=72, scale=R_32I, a=R_8I, b=R_8I, c=R_32I, d=R_32I)
 
 
-def with_switch(name: str, on: bool) -> Software:
+def with_switch(name, on):
     return Software([DeviceModel(capability=(10, 0))] * 2, switches=Switches(**{name: on}))
 
 
-def test_the_backend_is_tested_with_all_switches(software: Any) -> None:
+def test_the_backend_is_tested_with_all_switches(software):
     assert all(getattr(software.software.switches, x.name) for x in fields(Switches))
     assert not any(vars(Software().switches).values())
     software_cuda.install(1).switches.large_batches = False
@@ -46,10 +43,10 @@ def test_the_backend_is_tested_with_all_switches(software: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("on", [False, True])
-def test_products_that_are_refused(switch: str, refused: Asked, accepted: Asked, on: bool) -> None:
+def test_products_that_are_refused(switch, refused, accepted, on):
     cuda = with_switch(switch, on)
 
-    def search(asked: Asked) -> int:
+    def search(asked):
         with prepared(cuda, asked) as product:
             if asked.a in MODES:
                 mode = MODES[asked.a]
@@ -68,7 +65,7 @@ def test_products_that_are_refused(switch: str, refused: Asked, accepted: Asked,
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_fp8_without_scales(on: bool) -> None:
+def test_fp8_without_scales(on):
     cuda = with_switch("float8_scales", on)
     with prepared(cuda, MXFP8) as product:
         product.describe(A_SCALE_POINTER=256)
@@ -80,7 +77,7 @@ def test_fp8_without_scales(on: bool) -> None:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_int8_with_a_workspace(on: bool) -> None:
+def test_int8_with_a_workspace(on):
     cuda = with_switch("int8_workspace", on)
     with prepared(cuda, INT8) as product:
         if on:
@@ -90,7 +87,7 @@ def test_int8_with_a_workspace(on: bool) -> None:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_the_first_algorithm_fails(on: bool) -> None:
+def test_the_first_algorithm_fails(on):
     cuda = with_switch("first_algorithm", on)
     data = Data(cuda, Asked())
     workspace = data.new(1 << 20)
@@ -107,7 +104,7 @@ def test_the_first_algorithm_fails(on: bool) -> None:
 
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("stream", [0, 1, 2])
-def test_handles_of_default_streams(stream: int, on: bool) -> None:
+def test_handles_of_default_streams(stream, on):
     cuda = with_switch("default_streams", on)
     data = Data(cuda, Asked())
     with prepared(cuda, data.asked) as product:
@@ -121,7 +118,7 @@ def test_handles_of_default_streams(stream: int, on: bool) -> None:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_freeing_without_a_wait(on: bool) -> None:
+def test_freeing_without_a_wait(on):
     """Work that still uses the memory fails; with a wait it is done before."""
     cuda = with_switch("free_without_wait", on)
     runtime = cuda.runtime

@@ -1,20 +1,15 @@
 """Temporary memory and contexts of whole products: streams, graphs, and too little memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu, draw
+from cuda_backend.device_fixture import draw
 from lowprec.arrays import Device
 from lowprec.backends.cuda import handles, memory
-from software_cuda.cupy import Cupy
 from support import oracles
 from support.programs import run_python
 
@@ -26,7 +21,7 @@ TRUE = oracles.product(A, B)
 MODES = ["fp32", "bf16", "fp16"]
 
 
-def in_a_thread(work: Callable[[], Any]) -> Any:
+def in_a_thread(work):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
 
@@ -35,13 +30,13 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_thread_has_a_default_stream_of_its_own(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
+def test_each_thread_has_a_default_stream_of_its_own(software, cupy, mode):
     """Stream 2 is another in each thread: what one thread's work has used, the other's may not have yet."""
     software.software.runtime.scheduler.use("all")
     lowprec.matmul(cupy.asarray(A), cupy.asarray(B), math_mode=mode)  # compiles
     software.software.drain()
 
-    def work(number: int) -> Any:
+    def work(number):
         with cupy.cuda.Stream(ptds=True):
             return lowprec.matmul(cupy.asarray(A + number), cupy.asarray(B), math_mode=mode)
 
@@ -53,14 +48,14 @@ def test_each_thread_has_a_default_stream_of_its_own(software: SoftwareGpu, cupy
         np.testing.assert_array_equal(software.get(result), true)
 
 
-def test_a_handle_of_an_ended_thread_has_no_workspace(software: SoftwareGpu, cupy: Cupy) -> None:
+def test_a_handle_of_an_ended_thread_has_no_workspace(software, cupy):
     """Work of the thread may still be queued on its stream."""
     software.software.runtime.scheduler.use("all")
     x = cupy.asarray(A)
     lowprec.matmul(x, x, math_mode="bf16")
     software.software.drain()
 
-    def work() -> tuple[Any, Any]:
+    def work():
         with cupy.cuda.Stream(ptds=True) as stream:
             a = cupy.asarray(A)
             return lowprec.matmul(a, a), stream
@@ -76,11 +71,11 @@ def test_a_handle_of_an_ended_thread_has_no_workspace(software: SoftwareGpu, cup
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_thread_without_a_context(software: SoftwareGpu, device: int, mode: str) -> None:
+def test_a_thread_without_a_context(software, device, mode):
     """Its first product makes the context of that device, and of no other, and leaves the thread as it was."""
     runtime = software.software.runtime
 
-    def work() -> tuple[Any, int | None]:
+    def work():
         return lowprec.matmul(a, b, math_mode=mode), runtime.context
 
     a, b = software.put(A, device), software.put(B, device)
@@ -92,7 +87,7 @@ def test_a_thread_without_a_context(software: SoftwareGpu, device: int, mode: st
     np.testing.assert_array_equal(software.get(found), TRUE)
 
 
-def test_the_context_of_another_device_is_restored(software: SoftwareGpu) -> None:
+def test_the_context_of_another_device_is_restored(software):
     runtime = software.software.runtime
     in_a_thread(lambda: memory.own_stream(Device(2, 1)))
     assert runtime.contexts == {1}  # of that device alone
@@ -108,7 +103,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, software: SoftwareGpu) -> SoftwareGpu:
+def small(monkeypatch, software):
     """A device of 16 MiB; an operand takes 4, a result that died 4, and of temporary memory 4 are kept."""
     cuda = software.software
     cuda.runtime.cudaSetDevice(0)
@@ -120,16 +115,16 @@ def small(monkeypatch: pytest.MonkeyPatch, software: SoftwareGpu) -> SoftwareGpu
     return software
 
 
-def free_mib(gpu: SoftwareGpu) -> float:
+def free_mib(gpu):
     return gpu.free_bytes() / MIB
 
 
-def tall_and_wide(rows: int) -> list[np.ndarray[Any, Any]]:
+def tall_and_wide(rows):
     """Operands of few bytes whose product has many."""
     return [draw(0, rows, 4), draw(1, 4, rows)]
 
 
-def test_cached_memory_is_used_for_results(small: SoftwareGpu) -> None:
+def test_cached_memory_is_used_for_results(small):
     a, b = tall_and_wide(1536)
     found = lowprec.matmul(small.put(a), small.put(b))
     np.testing.assert_array_equal(small.get(found), a @ b)
@@ -137,7 +132,7 @@ def test_cached_memory_is_used_for_results(small: SoftwareGpu) -> None:
         lowprec.matmul(*(small.put(x) for x in tall_and_wide(4096)))
 
 
-def test_cached_memory_is_freed_for_the_library_of_a(small: SoftwareGpu, cupy: Cupy) -> None:
+def test_cached_memory_is_freed_for_the_library_of_a(small, cupy):
     a, b = tall_and_wide(1536)
     x, y = cupy.asarray(a), cupy.asarray(b)
     with pytest.raises(MemoryError, match="Out of memory"):
@@ -147,7 +142,7 @@ def test_cached_memory_is_freed_for_the_library_of_a(small: SoftwareGpu, cupy: C
         lowprec.matmul(*(cupy.asarray(x) for x in tall_and_wide(4096)))
 
 
-def test_cached_memory_is_freed_for_handles(small: SoftwareGpu, cupy: Cupy) -> None:
+def test_cached_memory_is_freed_for_handles(small, cupy):
     reset()
     before = small.software.live()["handles"]
     with small.failing_call("cublas_lt.create", status=3):
@@ -156,7 +151,7 @@ def test_cached_memory_is_freed_for_handles(small: SoftwareGpu, cupy: Cupy) -> N
     small.forgive()
 
 
-def test_release_memory_frees_all_of_it(small: SoftwareGpu, cupy: Cupy) -> None:
+def test_release_memory_frees_all_of_it(small, cupy):
     before = free_mib(small)
     lowprec.release_memory()
     assert free_mib(small) > before + 7.9
@@ -165,6 +160,6 @@ def test_release_memory_frees_all_of_it(small: SoftwareGpu, cupy: Cupy) -> None:
     )
 
 
-def test_release_memory_loads_nothing() -> None:
+def test_release_memory_loads_nothing():
     code = "import sys, lowprec; lowprec.release_memory(); print('lowprec.backends.cuda.backend' in sys.modules)"
     assert run_python(code) == "False"

@@ -1,47 +1,42 @@
 """Timing events: recorded around a product, read late, and never lost."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import release_timing_events
-from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda.autotune import EventStopwatch
 from lowprec.backends.cuda.runtime import on_device
 from lowprec.errors import BackendError
-from software_cuda import Software
 
 #: The host's time for a call, which elapses between two records.
 CALLS_MS = 0.02
 
 
 @pytest.fixture
-def cuda(software: SoftwareGpu) -> Software:
+def cuda(software):
     return software.software
 
 
 @pytest.fixture
-def stream(cuda: Software) -> int:
+def stream(cuda):
     return int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
 
 
-def created(cuda: Software) -> int:
+def created(cuda):
     return cuda.count("cudaEventCreateWithFlags")
 
 
-def alive_after_release(cuda: Software) -> int:
+def alive_after_release(cuda):
     """Return how many events exist once those that stopwatches have returned are destroyed."""
     gc.collect()
     release_timing_events()
     return cuda.live()["events"]
 
 
-def test_elapsed_time_is_between_the_events(cuda: Software, stream: int) -> None:
+def test_elapsed_time_is_between_the_events(cuda, stream):
     watch = EventStopwatch(0, stream)
     assert watch.elapsed_ms() is None
     cuda.runtime.scheduler.clock_ms += 12.0
@@ -53,7 +48,7 @@ def test_elapsed_time_is_between_the_events(cuda: Software, stream: int) -> None
     assert watch.elapsed_ms() == pytest.approx(12.0, abs=CALLS_MS)
 
 
-def test_events_belong_to_the_device_and_the_thread_keeps_its_own(cuda: Software) -> None:
+def test_events_belong_to_the_device_and_the_thread_keeps_its_own(cuda):
     with on_device(1):  # the caller's, while the product is queued
         watch = EventStopwatch(1, 1)
     watch.stop()
@@ -65,7 +60,7 @@ def test_events_belong_to_the_device_and_the_thread_keeps_its_own(cuda: Software
     assert created(cuda) == 3
 
 
-def test_unreachable_events_are_used_again(cuda: Software, stream: int) -> None:
+def test_unreachable_events_are_used_again(cuda, stream):
     for _ in range(5):
         watch = EventStopwatch(0, stream)
         watch.stop()
@@ -79,7 +74,7 @@ def test_unreachable_events_are_used_again(cuda: Software, stream: int) -> None:
     assert created(cuda) == 4
 
 
-def test_events_of_a_failed_product_are_returned_once(cuda: Software, stream: int) -> None:
+def test_events_of_a_failed_product_are_returned_once(cuda, stream):
     watch = EventStopwatch(0, stream)
     watch.abandon()
     watch.abandon()
@@ -90,8 +85,8 @@ def test_events_of_a_failed_product_are_returned_once(cuda: Software, stream: in
 
 
 @pytest.mark.parametrize("function", ["cudaEventRecord", "cudaEventSynchronize"])
-def test_events_are_returned_after_a_failure(cuda: Software, stream: int, function: str) -> None:
-    def measure() -> Any:
+def test_events_are_returned_after_a_failure(cuda, stream, function):
+    def measure():
         watch = EventStopwatch(0, stream)
         watch.stop()
         return watch.elapsed_ms()
@@ -101,7 +96,7 @@ def test_events_are_returned_after_a_failure(cuda: Software, stream: int, functi
     assert alive_after_release(cuda) == 0
 
 
-def test_a_captured_product_has_no_time_and_no_event(cuda: Software, stream: int) -> None:
+def test_a_captured_product_has_no_time_and_no_event(cuda, stream):
     cuda.runtime.begin_capture(stream)
     watch = EventStopwatch(0, stream)
     watch.stop()
@@ -112,7 +107,7 @@ def test_a_captured_product_has_no_time_and_no_event(cuda: Software, stream: int
     assert created(cuda) == 0
 
 
-def test_a_product_on_another_device_has_its_time(software: SoftwareGpu) -> None:
+def test_a_product_on_another_device_has_its_time(software):
     x = software.put(np.eye(16, dtype=np.float32), 1)
     with lowprec.profile() as timed:
         lowprec.matmul(x, x)

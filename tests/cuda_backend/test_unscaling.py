@@ -1,27 +1,21 @@
 """Gradients on a GPU divided by a loss scale, with one wait in each step."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cuda_backend.device_fixture import SoftwareGpu
-from cuda_backend.device_libraries import StreamedLibrary, Torch
+from cuda_backend.device_libraries import Torch
 from lowprec import amp
-from software_cuda.cupy import Cupy
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TYPES = (np.dtype(np.float32), np.dtype(np.float64), BF16)
 
 
-def drawn(rng: np.random.Generator, n: int, dtype: Any) -> np.ndarray[Any, Any]:
+def drawn(rng, n, dtype):
     return (1000 * rng.standard_normal(n)).astype(dtype)
 
 
-def divided(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def divided(x):
     """By 3: multiplied by the reciprocal in float32, in the wider of the types, and rounded once."""
     wide = np.float64 if x.dtype == np.float64 else np.float32
     return (x.astype(wide) * wide(np.float32(1 / 3))).astype(x.dtype)
@@ -30,7 +24,7 @@ def divided(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.feature("gradients of a scaled loss, `LossScaler`")
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad", [None, "inf", "nan"])
-def test_every_element_is_divided_and_checked(library: StreamedLibrary, bad: str | None, in_place: bool) -> None:
+def test_every_element_is_divided_and_checked(library, bad, in_place):
     # PyTorch takes no bfloat16 of NumPy's.
     types = TYPES[:2] if isinstance(library, Torch) else TYPES
     rng = np.random.default_rng(3)
@@ -50,7 +44,7 @@ def test_every_element_is_divided_and_checked(library: StreamedLibrary, bad: str
                 np.testing.assert_array_equal(library.get(before).astype(float), x.astype(float))
 
 
-def test_a_non_finite_element_is_found_anywhere(cupy: Cupy) -> None:
+def test_a_non_finite_element_is_found_anywhere(cupy):
     n = 300
     for place in (0, 255, n - 1):
         for value in (np.inf, -np.inf, np.nan):
@@ -61,7 +55,7 @@ def test_a_non_finite_element_is_found_anywhere(cupy: Cupy) -> None:
             assert scaler.found_inf, place
 
 
-def test_one_wait_for_a_step_and_no_kernel_of_lowprec(software: SoftwareGpu, cupy: Cupy) -> None:
+def test_one_wait_for_a_step_and_no_kernel_of_lowprec(software, cupy):
     rng = np.random.default_rng(4)
     grads = {str(i): cupy.asarray(drawn(rng, 10 + i, TYPES[i % 3])) for i in range(30)}
     scaler = amp.LossScaler()
@@ -76,7 +70,7 @@ def test_one_wait_for_a_step_and_no_kernel_of_lowprec(software: SoftwareGpu, cup
         assert cupy.waits == waits + 1
 
 
-def test_another_device_than_the_current_one(cupy: Cupy) -> None:
+def test_another_device_than_the_current_one(cupy):
     with cupy.cuda.Device(1):
         x = cupy.asarray(np.float32([3, np.nan]))
     scaler = amp.LossScaler(3.0)
@@ -87,7 +81,7 @@ def test_another_device_than_the_current_one(cupy: Cupy) -> None:
 
 
 @pytest.mark.parametrize("view", ["column-major", "strided", "reversed", "onto another order"])
-def test_arrays_with_gaps_and_other_orders(cupy: Cupy, view: str) -> None:
+def test_arrays_with_gaps_and_other_orders(cupy, view):
     whole = np.arange(1.0, 41.0, dtype=np.float32).reshape(8, 5)
     base = cupy.asarray(whole)
     x, host = {
@@ -108,7 +102,7 @@ def test_arrays_with_gaps_and_other_orders(cupy: Cupy, view: str) -> None:
     np.testing.assert_array_equal(cupy.asnumpy(out), divided(host))
 
 
-def test_an_out_that_overlaps_partly(cupy: Cupy) -> None:
+def test_an_out_that_overlaps_partly(cupy):
     host = np.arange(40_000, dtype=np.float32)
     x = cupy.asarray(host)
     amp.LossScaler(3.0).unscale(x[:-1], out=x[1:])

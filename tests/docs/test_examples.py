@@ -5,8 +5,6 @@ namespace, as a reader would type them. A block fenced ```` ```python no-run ```
 the `>>>` examples in the docstrings of the package.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import importlib.util
@@ -36,22 +34,22 @@ class Block:
     code: str
 
     @property
-    def needs(self) -> list[str]:
+    def needs(self):
         # A page about a library has imported it above.
         about = {self.page.stem}.intersection({"torch", "jax"})
         return sorted(about.union(_FRAMEWORK.findall(self.code)))
 
     @property
-    def missing(self) -> list[str]:
+    def missing(self):
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
-    def run(self, namespace: dict[str, object]) -> None:
+    def run(self, namespace):
         # Blank lines in front make a traceback name the line of the page.
         code = compile("\n" * self.line + self.code, str(self.page), "exec")
         exec(code, namespace)
 
 
-def blocks_of(page: Path, text: str) -> list[Block]:
+def blocks_of(page, text):
     """Return the Python blocks of one page, in order."""
     return [
         Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"]) for m in _FENCE.finditer(text)
@@ -65,11 +63,11 @@ RUNNABLE = [block for block in BLOCKS if block.flag != "no-run"]
 class Pages:
     """The namespace of each page, with the blocks that ran in it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._namespaces: dict[Path, dict[str, object]] = {}
         self._done: set[Block] = set()
 
-    def run(self, block: Block) -> None:
+    def run(self, block):
         """Run the block after those above it, which also serves a single selected test."""
         namespace = self._namespaces.setdefault(block.page, {"__name__": "__main__"})
         for earlier in RUNNABLE[: RUNNABLE.index(block)]:
@@ -81,43 +79,43 @@ class Pages:
 
 
 @pytest.fixture(scope="module")
-def pages() -> Pages:
+def pages():
     return Pages()
 
 
-def _label(block: Block) -> str:
+def _label(block):
     return f"{block.page.relative_to(ROOT).as_posix()}:{block.line}"
 
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=_label)
-def test_block_runs(block: Block, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_runs(block, pages, tmp_path, monkeypatch):
     if block.missing:
         pytest.skip(f"{', '.join(block.missing)} not installed")
     monkeypatch.chdir(tmp_path)
     pages.run(block)
 
 
-def test_flags_are_known() -> None:
+def test_flags_are_known():
     assert {block.flag for block in BLOCKS} <= {"", "no-run"}
 
 
-def test_readme_and_docs_show_code() -> None:
+def test_readme_and_docs_show_code():
     shown = {block.page.name for block in RUNNABLE}
     assert {"README.md", "quickstart.md", "modes.md", "precedence.md"} <= shown
 
 
-def test_reference_names_everything_public() -> None:
+def test_reference_names_everything_public():
     pages = [ROOT / "docs" / "api.md", ROOT / "docs" / "_generated" / "errors.md"]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r":: (?:lowprec\.)?(\w+)(?:\(.*\))?$|^\| `(\w+)`", text, re.MULTILINE))
     assert {a or b for a, b in named} >= set(lowprec.__all__) - {"__version__"}
 
 
-def test_a_wrong_block_fails() -> None:
+def test_a_wrong_block_fails():
     text = "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n```python\n\nraise ValueError(x)\n```\n"
     first, shown, last = blocks_of(ROOT / "README.md", text)
     assert (first.line, shown.flag, last.flag) == (3, "no-run", "")
-    namespace: dict[str, object] = {}
+    namespace = {}
     first.run(namespace)
     with pytest.raises(ValueError, match=r"^1$") as caught:
         last.run(namespace)
@@ -126,13 +124,13 @@ def test_a_wrong_block_fails() -> None:
     assert caught.tb.tb_next.tb_next.tb_lineno == 13, "the traceback names the line of the page"
 
 
-def _modules() -> list[str]:
+def _modules():
     found = pkgutil.walk_packages(lowprec.__path__, "lowprec.", onerror=lambda _: None)
     return ["lowprec", *(m.name for m in found if not m.name.endswith(("__main__", "._kernels")))]
 
 
 @pytest.mark.parametrize("name", _modules())
-def test_docstring_examples(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_docstring_examples(name, monkeypatch, tmp_path):
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -142,8 +140,8 @@ def test_docstring_examples(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(optionflags=flags)
-    report: list[str] = []
-    missing: set[str] = set()
+    report = []
+    missing = set()
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
         needs = _FRAMEWORK.findall("".join(example.source for example in test.examples))
         absent = {n for n in needs if importlib.util.find_spec(n) is None}

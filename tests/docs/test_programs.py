@@ -1,7 +1,5 @@
 """The programs in ``examples/``, each run as its page says, in a small size."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -41,7 +39,7 @@ OF_AMP = {"digits.py"}
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
 
 
-def test_every_program_is_run_and_has_its_place_on_the_page() -> None:
+def test_every_program_is_run_and_has_its_place_on_the_page():
     found = {path.name for path in EXAMPLES.glob("*.py")}
     assert found == PROGRAMS.keys() | OF_AMP
     page = (ROOT / "docs" / "examples.md").read_text()
@@ -50,7 +48,7 @@ def test_every_program_is_run_and_has_its_place_on_the_page() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_it_runs(name: str) -> None:
+def test_it_runs(name):
     needs, arguments, output = PROGRAMS[name]
     for module in needs:
         if importlib.util.find_spec(module) is None:

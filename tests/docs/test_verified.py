@@ -1,16 +1,11 @@
 """The page of what was seen on a GPU says what the reports say, and nothing more."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -20,12 +15,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture
-def verified() -> Iterator[ModuleType]:
+def verified():
     with benchmark_modules.imports(DOCS) as load:
         yield load("_verified")
 
 
-def _report(*rows: dict[str, Any], part: str = "test_device", **settings: Any) -> dict[str, Any]:
+def _report(*rows, part="test_device", **settings):
     """A report of an H200 with some rows in one part."""
     device = {"name": "NVIDIA H200", "compute_capability": "9.0"}
     gpu = {"devices": [device], "cuda": "13.0", "cublas": "13.1.0"}
@@ -40,21 +35,21 @@ def _report(*rows: dict[str, Any], part: str = "test_device", **settings: Any) -
     }
 
 
-def test_nothing_is_seen_without_a_report(verified: ModuleType) -> None:
+def test_nothing_is_seen_without_a_report(verified):
     cells = [row[1] for row in verified.rows([]) if not row[0].startswith("**")]
     assert set(cells) == {"not yet seen on a GPU"}
     assert len(cells) > 40
     assert verified.summary([]).startswith("Nothing was seen on a GPU yet: ")
 
 
-def test_the_summary_counts_the_features_that_worked(verified: ModuleType) -> None:
+def test_the_summary_counts_the_features_that_worked(verified):
     good, bad = {"feature": "stored as float64"}, {"feature": "batches, and one dimension", "ok": False}
     total = sum(map(len, verified.FEATURES.values()))
     said = verified.summary([_report(good, bad)])
     assert said == f"1 of {total} features worked on a GPU (NVIDIA H200, 2030-01-02).\n"
 
 
-def test_a_row_that_is_well_is_seen(verified: ModuleType) -> None:
+def test_a_row_that_is_well_is_seen(verified):
     report = _report({}, {"feature": "y", "ok": False})
     assert verified.seen("x", [report]) == "NVIDIA H200, 2030-01-02"
     other = {**report, "machine": {**report["machine"], "date": "2030-02-03"}}
@@ -73,17 +68,17 @@ def test_a_row_that_is_well_is_seen(verified: ModuleType) -> None:
         ([{}, {"ok": False}], "**failed** on NVIDIA H200, 2030-01-02"),
     ],
 )
-def test_reasons_that_do_not_count(verified: ModuleType, rows: list[dict[str, Any]], said: str) -> None:
+def test_reasons_that_do_not_count(verified, rows, said):
     assert verified.seen("x", [_report(*rows)]) == said
 
 
-def test_a_quick_report_is_refused(verified: ModuleType, tmp_path: Path) -> None:
+def test_a_quick_report_is_refused(verified, tmp_path):
     (tmp_path / "gpu-h200.json").write_text(json.dumps(_report({}, quick=True)))
     with pytest.raises(ValueError, match=r"gpu-h200\.json is from a quick run"):
         verified.reports(tmp_path)
 
 
-def test_features_and_markers_are_the_same(verified: ModuleType, tmp_path: Path) -> None:
+def test_features_and_markers_are_the_same(verified, tmp_path):
     """Each feature has a test, and each marker is listed: a misspelt one would never be seen."""
     marked = verified.markers()
     features = [f for group in verified.FEATURES.values() for f in group if isinstance(f, str)]
@@ -98,7 +93,7 @@ def test_features_and_markers_are_the_same(verified: ModuleType, tmp_path: Path)
     assert not verified.matches("{b} c", "d c e")
 
 
-def test_features_are_those_that_pytest_collects(verified: ModuleType) -> None:
+def test_features_are_those_that_pytest_collects(verified):
     """What becomes of the fields of the markers; without a device CuPy alone is played."""
     pytest.importorskip("nvmath", reason="nvmath-python is not installed")
     code = (
@@ -115,6 +110,6 @@ def test_features_are_those_that_pytest_collects(verified: ModuleType) -> None:
     assert {f.replace("torch", "cupy") for f in listed} == ast.literal_eval(line)
 
 
-def test_parts_of_measurements_are_those_of_the_report(verified: ModuleType) -> None:
+def test_parts_of_measurements_are_those_of_the_report(verified):
     named = {f.part for g in verified.FEATURES.values() for f in g if not isinstance(f, str)}
     assert named <= set(importlib.import_module("gpu.parts").MEASUREMENTS)

@@ -8,8 +8,6 @@
 - ``VCVTNE2PS2BF16`` reads one of its sources beyond its end, and converts whatever lies there.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -153,8 +151,8 @@ BX_CPP_INLINE Bit32u DPBDSS_of_3_0(Bit32u x, Bit32u y)
 )
 
 
-def main(source: Path) -> None:
-    texts: dict[Path, str] = {}
+def main(source):
+    texts = {}
     for name, old, new in EDITS:
         path = source / name
         text = texts.setdefault(path, path.read_text(encoding="latin-1"))

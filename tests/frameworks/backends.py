@@ -1,15 +1,11 @@
 """The one list of array libraries that are tested, and what a test needs of each."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from enum import Enum, unique
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from lowprec.arrays import DLPackArray
 
@@ -30,13 +26,13 @@ class Backend(Enum):
     JAX = "jax"
     DLPACK_ONLY = "dlpack_only"
 
-    def skip_reason(self) -> str | None:
+    def skip_reason(self):
         """Why this backend cannot be tested here, None if it can."""
         if self in (Backend.NUMPY, Backend.DLPACK_ONLY) or importlib.util.find_spec(self.value):
             return None
         return f"{self.value} is not installed"
 
-    def load(self) -> ArrayNamespace:
+    def load(self):
         return _NAMESPACES[self]()
 
 
@@ -45,13 +41,13 @@ class DLPackOnly:
 
     __slots__ = ("_producer",)
 
-    def __init__(self, producer: Any) -> None:
+    def __init__(self, producer):
         self._producer = producer
 
-    def __dlpack__(self, **keywords: Any) -> object:
+    def __dlpack__(self, **keywords):
         return self._producer.__dlpack__(**keywords)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return self._producer.__dlpack_device__()
 
 
@@ -63,15 +59,15 @@ class ArrayNamespace:
     #: Whether its arrays may be written, so that they can be ``out``.
     mutable = True
 
-    def asarray(self, array: NDArray[Any]) -> Any:
+    def asarray(self, array):
         """An array of this library with these elements, on the same memory where the library can."""
         raise NotImplementedError
 
-    def to_numpy(self, array: Any) -> NDArray[Any]:
+    def to_numpy(self, array):
         """The elements of an array of this library, or of a result, as NumPy and ml_dtypes have them."""
         raise NotImplementedError
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return self.name
 
 

@@ -1,17 +1,12 @@
 """Array libraries as fixtures: a test that takes ``xp`` runs once for each."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from frameworks.backends import ArrayNamespace, Backend
+from frameworks.backends import Backend
 from frameworks.torch_switches import Switches
 
 
-def load_or_skip(backend: Backend) -> ArrayNamespace:
+def load_or_skip(backend):
     reason = backend.skip_reason()
     if reason:
         pytest.skip(reason)
@@ -19,23 +14,23 @@ def load_or_skip(backend: Backend) -> ArrayNamespace:
 
 
 @pytest.fixture(params=list(Backend), ids=lambda b: b.value)
-def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
+def xp(request):
     return load_or_skip(request.param)
 
 
 @pytest.fixture(params=list(Backend), ids=lambda b: f"with_{b.value}")
-def other_xp(request: pytest.FixtureRequest) -> ArrayNamespace:
+def other_xp(request):
     """A second library, for operands of two libraries."""
     return load_or_skip(request.param)
 
 
 @pytest.fixture
-def torch() -> Any:
+def torch():
     return load_or_skip(Backend.TORCH).torch
 
 
 @pytest.fixture
-def quick_inductor(torch: Any) -> Iterator[None]:
+def quick_inductor(torch):
     """Inductor without precompiled headers and trials of vector units, which take longer than the kernels."""
     from torch._inductor import config
 
@@ -44,12 +39,12 @@ def quick_inductor(torch: Any) -> Iterator[None]:
 
 
 @pytest.fixture
-def jax() -> Any:
+def jax():
     return load_or_skip(Backend.JAX).jax
 
 
 @pytest.fixture
-def switches(torch: Any) -> Iterator[Switches]:
+def switches(torch):
     """PyTorch's switches, in their start state."""
     found = Switches(torch)
     found.reset()

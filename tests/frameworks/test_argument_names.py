@@ -1,14 +1,10 @@
 """Which argument an error is about: its name is in the message, by the public function that was called."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from lowprec import linalg
 F32 = np.ones((3, 3), np.float32)
 
 #: Public functions, by their arrays in order: called with these, they multiply.
-FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+FUNCTIONS = {
     "matmul": (
         lambda a, b, out, c, bias: lowprec.matmul(a, b, out=out, c=c, beta=1.0, bias=bias),
         ("a", "b", "out", "c", "bias"),
@@ -39,7 +35,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "solve": (linalg.solve, ("a", "b")),
 }
 
-WRONG: dict[str, tuple[Any, str]] = {
+WRONG = {
     "dtype": (F32.astype(np.int64), "int64"),
     "list": ([[1.0]], "expected an array"),
     "masked": (np.ma.ones((3, 3)), "MaskedArray is not accepted"),
@@ -52,7 +48,7 @@ CASES = [
 ]
 
 
-def arrays_of(names: tuple[str, ...], name: str, wrong: Any) -> list[Any]:
+def arrays_of(names, name, wrong):
     """Arrays of the right kind, but for one."""
     given = [F32[0] if n == "bias" else F32.copy() for n in names]
     given[names.index(name)] = wrong
@@ -60,7 +56,7 @@ def arrays_of(names: tuple[str, ...], name: str, wrong: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("function", "name", "wrong"), CASES)
-def test_the_argument_is_named(function: str, name: str, wrong: str) -> None:
+def test_the_argument_is_named(function, name, wrong):
     multiply, names = FUNCTIONS[function]
     value, message = WRONG[wrong]
     with pytest.raises(lowprec.LowprecError, match=message) as caught:
@@ -70,13 +66,13 @@ def test_the_argument_is_named(function: str, name: str, wrong: str) -> None:
     assert caught.value.argument in (name, None)
 
 
-def test_the_first_of_two_is_named() -> None:
+def test_the_first_of_two_is_named():
     with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
         lowprec.matmul(F32, F32.astype(np.int64), c=F32.astype(np.int64), beta=1.0)
 
 
 @pytest.mark.parametrize("function", ["matmul", "plan", "linear", "tensordot"])
-def test_a_type_of_the_result_is_named(function: str) -> None:
+def test_a_type_of_the_result_is_named(function):
     with pytest.raises(lowprec.DTypeError, match=r"^out_dtype: dtype 'f4' is not supported"):
         getattr(lowprec, function)(F32, F32, out_dtype="f4")
 
@@ -90,18 +86,18 @@ def test_a_type_of_the_result_is_named(function: str) -> None:
         (lowprec.ShapeDtype, r"^b: expected an array .*, got type"),
     ],
 )
-def test_a_description_is_named(described: Any, message: str) -> None:
+def test_a_description_is_named(described, message):
     with pytest.raises(lowprec.LowprecError, match=message):
         lowprec.plan(F32, described)
 
 
-def test_only_single_arguments_are_named() -> None:
+def test_only_single_arguments_are_named():
     with pytest.raises(lowprec.DTypeError, match=r"^operands of dtypes float32 and int8") as caught:
         lowprec.matmul(F32, F32.astype(np.int8))
     assert caught.value.argument is None
 
 
-def test_out_is_named_once() -> None:
+def test_out_is_named_once():
     out = F32.copy()
     out.flags.writeable = False
     with pytest.raises(lowprec.ArrayError, match=r"^out is read-only"):
@@ -109,13 +105,13 @@ def test_out_is_named_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "bias"])
-def test_a_prepared_operand_in_linear_is_named_as_there(name: str) -> None:
+def test_a_prepared_operand_in_linear_is_named_as_there(name):
     given = arrays_of(("x", "weight", "bias"), name, lowprec.prepare(F32))
     with pytest.raises(lowprec.ArrayError, match=f"^{name}: expected an array, got a prepared operand"):
         lowprec.linear(*given)
 
 
-def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had() -> None:
+def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, bias = torch.ones(3, 3), torch.ones(3, requires_grad=True)
     with pytest.raises(lowprec.UnsupportedError, match=r"here: bias: the torch tensor requires"):
@@ -129,27 +125,27 @@ class OnAnotherDevice:
 
     shape, dtype, ndim = (3, 3), F32.dtype, 2
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, 0)
 
-    def __dlpack__(self, **keywords: Any) -> Any:
+    def __dlpack__(self, **keywords):
         from lowprec.arrays.dlpack import export
         from lowprec.arrays.view import Device
         from lowprec.formats import DType
 
         return export(F32, DType.FLOAT32, None, device=Device(2, 0))
 
-    def __array_namespace__(self) -> Any:
+    def __array_namespace__(self):
         return self
 
-    def permute_dims(self, x: Any, order: Any) -> Any:
+    def permute_dims(self, x, order):
         return x
 
-    def reshape(self, x: Any, shape: Any) -> Any:
+    def reshape(self, x, shape):
         return x
 
 
-def test_two_devices_are_reported_by_the_names_of_the_function_called() -> None:
+def test_two_devices_are_reported_by_the_names_of_the_function_called():
     elsewhere = OnAnotherDevice()
     with pytest.raises(lowprec.DeviceError, match=r"^a is on cpu and b on cuda:0"):
         lowprec.matmul(F32, elsewhere)
@@ -160,7 +156,7 @@ def test_two_devices_are_reported_by_the_names_of_the_function_called() -> None:
 
 
 @pytest.mark.parametrize("function", ["matmul", "plan", "linear", "einsum", "solve"])
-def test_an_error_keeps_nothing_alive(function: str) -> None:
+def test_an_error_keeps_nothing_alive(function):
     """Not even until garbage is collected: arrays may be large."""
     multiply, names = FUNCTIONS[function]
     given = arrays_of(names, names[1], F32.astype(np.int64))
@@ -175,7 +171,7 @@ def test_an_error_keeps_nothing_alive(function: str) -> None:
         gc.enable()
 
 
-def _sparse(library: str) -> tuple[Any, str]:
+def _sparse(library):
     if library == "scipy":
         sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
         return sparse.csr_array(np.eye(3, dtype=np.float32)), "toarray"
@@ -189,10 +185,10 @@ def _sparse(library: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("library", ["scipy", "jax", "sparse_coo", "sparse_csr"])
-def test_sparse_operands_have_advice_that_works(library: str) -> None:
+def test_sparse_operands_have_advice_that_works(library):
     x, method = _sparse(library)
     dense = getattr(x, method)()
-    products: dict[str, Callable[[Any, Any], Any]] = {
+    products = {
         "a": lowprec.matmul, "weight": lowprec.linear, "operands[0]": lambda x, y: lowprec.einsum("ij,jk", x, y)
     }  # fmt: skip
     for name, product in products.items():
@@ -204,7 +200,7 @@ def test_sparse_operands_have_advice_that_works(library: str) -> None:
         lowprec.plan(x, dense)
 
 
-def test_errors_of_shapes_name_no_other_function() -> None:
+def test_errors_of_shapes_name_no_other_function():
     x = lowprec.ShapeDtype((2, 3), "float32")
     with pytest.raises(lowprec.ShapeError, match=r"^input operand 1 has a mismatch"):
         lowprec.plan(x, x)

@@ -1,7 +1,5 @@
 """Arrays of every library, in and out: the same memory, true types, clear refusals, no leak."""
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import gc
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
+from frameworks.backends import Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
@@ -26,13 +24,13 @@ from support.programs import run_python
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
 
 
-def sample(dtype: DType, shape: tuple[int, ...] = (5, 3)) -> np.ndarray:
+def sample(dtype, shape=(5, 3)):
     # Small integers: exact in every type, float8 included.
     values = np.arange(int(np.prod(shape))) % 8
     return values.astype(NUMPY_DTYPES[dtype]).reshape(shape)
 
 
-def pointer(array: Any) -> int:
+def pointer(array):
     """The address by the library's own means, not lowprec's."""
     if isinstance(array, DLPackOnly):
         return pointer(array._producer)
@@ -48,7 +46,7 @@ def pointer(array: Any) -> int:
 
 
 @ALL_DTYPES
-def test_every_dtype_comes_in_without_a_copy(xp: ArrayNamespace, dtype: DType) -> None:
+def test_every_dtype_comes_in_without_a_copy(xp, dtype):
     expected = sample(dtype)
     array = xp.asarray(expected)
     view = library_of(array).view(array)
@@ -62,7 +60,7 @@ def test_every_dtype_comes_in_without_a_copy(xp: ArrayNamespace, dtype: DType) -
 
 
 @ALL_DTYPES
-def test_every_dtype_goes_out_without_a_copy(xp: ArrayNamespace, dtype: DType) -> None:
+def test_every_dtype_goes_out_without_a_copy(xp, dtype):
     expected = sample(dtype)
     like = xp.asarray(sample(DType.FLOAT32))
     library = library_of(like)
@@ -80,7 +78,7 @@ def test_every_dtype_goes_out_without_a_copy(xp: ArrayNamespace, dtype: DType) -
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4), (7,), (2, 1, 3)])
-def test_degenerate_shapes_both_ways(xp: ArrayNamespace, shape: tuple[int, ...]) -> None:
+def test_degenerate_shapes_both_ways(xp, shape):
     array = xp.asarray(sample(DType.FLOAT32, shape))
     library = library_of(array)
     view = library.view(array)
@@ -92,7 +90,7 @@ def test_degenerate_shapes_both_ways(xp: ArrayNamespace, shape: tuple[int, ...])
     assert xp.to_numpy(result).tobytes() == sample(DType.BFLOAT16, shape).tobytes()
 
 
-def test_a_view_keeps_the_memory_alive(xp: ArrayNamespace) -> None:
+def test_a_view_keeps_the_memory_alive(xp):
     expected = np.arange(4096, dtype=np.float32)
     array = xp.asarray(expected.copy())
     host = library_of(array).view(array).ndarray()
@@ -105,7 +103,7 @@ def test_a_view_keeps_the_memory_alive(xp: ArrayNamespace) -> None:
 
 @pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.DLPACK_ONLY])
 @pytest.mark.parametrize("layout", ["transposed", "strided", "broadcast", "negative"])
-def test_strides_come_in_as_they_are(backend: Backend, layout: str) -> None:
+def test_strides_come_in_as_they_are(backend, layout):
     xp = load_or_skip(backend)
     base = np.arange(48, dtype=np.float32).reshape(6, 8)
     expected = {
@@ -126,19 +124,19 @@ def test_strides_come_in_as_they_are(backend: Backend, layout: str) -> None:
 
 
 @pytest.mark.parametrize("make", [list, float, str, np.float32], ids=lambda m: m.__name__)
-def test_non_arrays_are_refused(make: type) -> None:
+def test_non_arrays_are_refused(make):
     with pytest.raises(ArrayError, match=r"expected an array \(numpy, torch.*wrap it with numpy"):
         library_of(make())
 
 
-def test_subclasses_that_change_the_meaning_are_refused() -> None:
+def test_subclasses_that_change_the_meaning_are_refused():
     with pytest.raises(ArrayError, match=r"MaskedArray is not accepted.*array.filled\(0\)"):
         library_of(np.ma.zeros(3))
     with pytest.raises(ArrayError, match=r"Units is not accepted.*numpy.asarray\(array\)"):
         library_of(np.zeros(3).view(type("Units", (np.ndarray,), {})))
 
 
-def test_memory_maps_are_plain_arrays(tmp_path: Any) -> None:
+def test_memory_maps_are_plain_arrays(tmp_path):
     np.save(tmp_path / "a.npy", sample(DType.FLOAT32))
     mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
     view = library_of(mapped).view(mapped)
@@ -149,7 +147,7 @@ def test_memory_maps_are_plain_arrays(tmp_path: Any) -> None:
 # --- torch
 
 
-def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch: Any) -> None:
+def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch):
     weight = torch.nn.Parameter(torch.ones(2, 3))
     library = library_of(weight)
     with pytest.raises(ArrayError, match=r"requires grad.*tensor.detach\(\).*torch.no_grad"):
@@ -164,9 +162,7 @@ def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch: Any) -> 
 
 @pytest.mark.parametrize("has_guards", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3), (2, 0), (2, 1, 3, 4)], ids=str)
-def test_torch_results_are_made_as_torch_makes_them(
-    torch: Any, monkeypatch: Any, shape: tuple[int, ...], has_guards: bool
-) -> None:
+def test_torch_results_are_made_as_torch_makes_them(torch, monkeypatch, shape, has_guards):
     if not has_guards:  # an older version
         monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
     library, like = TorchLibrary(torch), torch.ones(1)
@@ -182,7 +178,7 @@ def test_torch_results_are_made_as_torch_makes_them(
         assert not owner.requires_grad
 
 
-def test_torch_autograd_notices_a_written_out(torch: Any) -> None:
+def test_torch_autograd_notices_a_written_out(torch):
     saved = torch.ones(3, 3)
     x = torch.ones(3, 3, requires_grad=True)
     y = (x * saved).sum()
@@ -192,7 +188,7 @@ def test_torch_autograd_notices_a_written_out(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("tell", [lowprec.plan, lowprec.autotune], ids=["plan", "autotune"])
-def test_plan_and_autotune_leave_saved_tensors_usable(torch: Any, tell: Any) -> None:
+def test_plan_and_autotune_leave_saved_tensors_usable(torch, tell):
     a, w = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
     saved = torch.full((3, 3), 2.0)
     product = (w * saved).sum()
@@ -201,7 +197,7 @@ def test_plan_and_autotune_leave_saved_tensors_usable(torch: Any, tell: Any) -> 
     assert torch.equal(w.grad, saved)
 
 
-def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:
+def test_torch_lazy_conjugate_and_negative_are_carried_out(torch):
     z = torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64)
     library = library_of(z)
     for lazy in (z.mH, z.conj().imag):
@@ -227,16 +223,16 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:
     ],
     ids=["coo", "csr", "mkldnn", "meta", "nested", "int64", "bool"],
 )
-def test_torch_tensors_without_plain_memory_are_refused(torch: Any, make: Any, error: type, message: str) -> None:
+def test_torch_tensors_without_plain_memory_are_refused(torch, make, error, message):
     array = make(torch, torch.ones(3, 3))
     with pytest.raises(error, match=message):
         library_of(array).view(array)
 
 
-def test_torch_subclasses_and_transforms_are_refused(torch: Any) -> None:
+def test_torch_subclasses_and_transforms_are_refused(torch):
     class Tagged(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, *rest: Any, **kwargs: Any) -> Any:
+        def __torch_function__(cls, func, *rest, **kwargs):
             return super().__torch_function__(func, *rest, **kwargs)
 
     with pytest.raises(ArrayError, match=r"Tagged is not accepted: .*as_subclass\(torch.Tensor\)"):
@@ -245,7 +241,7 @@ def test_torch_subclasses_and_transforms_are_refused(torch: Any) -> None:
     with pytest.raises(ArrayError, match="FakeTensor is not accepted"):
         library_of(torch.ones(2)).view(fake_mode.from_tensor(torch.ones(2)))
 
-    def inside(x: Any) -> Any:
+    def inside(x):
         library_of(x).view(x)
         return x.sum()
 
@@ -254,8 +250,8 @@ def test_torch_subclasses_and_transforms_are_refused(torch: Any) -> None:
             transform(inside)(torch.ones(3, 3))
 
 
-def test_torch_devices_are_reported_truthfully(torch: Any) -> None:
-    library: Any = library_of(torch.ones(1))
+def test_torch_devices_are_reported_truthfully(torch):
+    library = library_of(torch.ones(1))
     assert library.device_of(torch.device("cpu")) == CPU
     assert library.device_of(torch.device("cuda", 1)) == Device(2, 1)
     assert library.device_of(torch.device("mps")) == Device(8, 0)
@@ -276,8 +272,8 @@ def test_torch_devices_are_reported_truthfully(torch: Any) -> None:
 # --- jax
 
 
-def test_jax_tracers_are_refused(jax: Any) -> None:
-    def inside(x: Any) -> Any:
+def test_jax_tracers_are_refused(jax):
+    def inside(x):
         library_of(x).view(x)
         return x.sum()
 
@@ -286,7 +282,7 @@ def test_jax_tracers_are_refused(jax: Any) -> None:
             transform(inside)(jax.numpy.ones((3, 3)))
 
 
-def test_jax_deleted_arrays_and_keys_are_refused(jax: Any) -> None:
+def test_jax_deleted_arrays_and_keys_are_refused(jax):
     array = jax.numpy.ones(3)
     library = library_of(array)
     array.delete()
@@ -297,7 +293,7 @@ def test_jax_deleted_arrays_and_keys_are_refused(jax: Any) -> None:
         library_of(key).view(key)
 
 
-def test_jax_64_bit_results_need_64_bit_jax(jax: Any) -> None:
+def test_jax_64_bit_results_need_64_bit_jax(jax):
     like = jax.numpy.ones(3, jax.numpy.float32)
     with jax.enable_x64(False), pytest.raises(DTypeError, match="64-bit types are disabled"):
         library_of(like).allocate((2,), DType.FLOAT64, CPU, like)
@@ -305,7 +301,7 @@ def test_jax_64_bit_results_need_64_bit_jax(jax: Any) -> None:
         library_of(like).allocate((2,), DType.FLOAT32, Device(10, 0), like)
 
 
-def test_jax_other_layouts_are_read_right(jax: Any) -> None:
+def test_jax_other_layouts_are_read_right(jax):
     layout = pytest.importorskip("jax.experimental.layout")
     expected = np.arange(6, dtype=np.float32).reshape(2, 3)
     array = jax.device_put(expected)
@@ -315,7 +311,7 @@ def test_jax_other_layouts_are_read_right(jax: Any) -> None:
     assert view.copied == "its layout on the device is not row-major"
 
 
-def test_jax_results_are_committed_as_those_of_jax_are(jax: Any) -> None:
+def test_jax_results_are_committed_as_those_of_jax_are(jax):
     free = jax.numpy.eye(3, dtype=jax.numpy.float32)
     bound = jax.device_put(free, jax.devices()[0])
     host = np.eye(3, dtype=np.float32)
@@ -329,7 +325,7 @@ def test_jax_results_are_committed_as_those_of_jax_are(jax: Any) -> None:
     assert not lowprec.matmul(free, free, c=free, beta=1.0, bias=free[0]).committed
 
 
-def test_jax_uncommitted_results_are_arrays_like_any_other(jax: Any) -> None:
+def test_jax_uncommitted_results_are_arrays_like_any_other(jax):
     a = jax.numpy.arange(64.0, dtype=jax.numpy.float32).reshape(8, 8)
     expected = np.asarray(a) @ np.asarray(a)  # integers below 2^24: exact
     result = lowprec.matmul(a, a)
@@ -349,7 +345,7 @@ def test_jax_uncommitted_results_are_arrays_like_any_other(jax: Any) -> None:
 
 
 @pytest.mark.usefixtures("jax")
-def test_jax_several_devices() -> None:
+def test_jax_several_devices():
     """In its own process: the number of CPU devices is fixed when JAX starts."""
     code = """
 import jax, numpy as np
@@ -402,7 +398,7 @@ for spec in parts, copies:
 class Capsules:
     """A producer in pure Python that writes any capsule, and counts how often its deleter is called."""
 
-    def __init__(self, memory: np.ndarray, versioned: bool = True, **changes: Any) -> None:
+    def __init__(self, memory, versioned=True, **changes):
         self.memory = memory
         self.deleted = 0
         self.struct = _Versioned() if versioned else _Tensor()
@@ -413,13 +409,13 @@ class Capsules:
         new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, prototype)
         self._new = new(("PyCapsule_New", ctypes.pythonapi))
 
-    def _destroy(self, _: int) -> None:
+    def _destroy(self, _):
         self.deleted += 1
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return self.changes.get("device_type", 1), self.changes.get("device_id", 0)
 
-    def capsule(self) -> object:
+    def capsule(self):
         memory = self.memory
         ndim = memory.ndim
         shape = self.changes.get("shape") or memory.shape
@@ -442,27 +438,27 @@ class Capsules:
             setattr(tensor, field, values[field])
         return self._new(ctypes.addressof(self.struct), self.name, self._destructor)
 
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         return self.capsule()
 
 
 class OldCapsules(Capsules):
     """A producer from before DLPack 1.0: no versions, and no ``max_version`` keyword."""
 
-    def __init__(self, memory: np.ndarray, **changes: Any) -> None:
+    def __init__(self, memory, **changes):
         super().__init__(memory, versioned=False, **changes)
 
-    def __dlpack__(self, *, stream: Any = None) -> object:  # type: ignore[override]
+    def __dlpack__(self, *, stream=None):
         return self.capsule()
 
 
 @pytest.fixture
-def memory() -> np.ndarray:
+def memory():
     return np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 @pytest.mark.parametrize("kind", [Capsules, OldCapsules])
-def test_the_deleter_is_called_once_when_the_view_dies(kind: Any, memory: np.ndarray) -> None:
+def test_the_deleter_is_called_once_when_the_view_dies(kind, memory):
     producer = kind(memory)
     view = library_of(producer).view(producer)
     assert view.address == memory.ctypes.data
@@ -480,7 +476,7 @@ def test_the_deleter_is_called_once_when_the_view_dies(kind: Any, memory: np.nda
     assert producer.deleted == 2
 
 
-def test_a_refused_capsule_is_deleted_too(memory: np.ndarray) -> None:
+def test_a_refused_capsule_is_deleted_too(memory):
     producer = Capsules(memory, lanes=4)
     with pytest.raises(DTypeError, match=r"lanes 4\) is not supported"):
         library_of(producer).view(producer)
@@ -489,7 +485,7 @@ def test_a_refused_capsule_is_deleted_too(memory: np.ndarray) -> None:
     assert type(producer).__name__ == "Capsules"
 
 
-def test_null_strides_are_row_major_and_offsets_count(memory: np.ndarray) -> None:
+def test_null_strides_are_row_major_and_offsets_count(memory):
     producer = Capsules(memory, strides=None)
     view = library_of(producer).view(producer)
     assert view.strides == (4, 1)
@@ -498,7 +494,7 @@ def test_null_strides_are_row_major_and_offsets_count(memory: np.ndarray) -> Non
     np.testing.assert_array_equal(library_of(row).view(row).ndarray(), memory[1:2])
 
 
-def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
+def test_flags_of_a_versioned_capsule(memory):
     library = library_of(Capsules(memory))
     read_only = Capsules(memory, flags=1)
     assert library.view(read_only).read_only
@@ -534,7 +530,7 @@ def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )
 @pytest.mark.sampled(3)
-def test_bad_capsules_are_refused(memory: np.ndarray, changes: dict[str, Any], error: type, message: str) -> None:
+def test_bad_capsules_are_refused(memory, changes, error, message):
     producer = Capsules(memory, **changes)
     with pytest.raises(error, match=message):
         library_of(producer).view(producer)
@@ -542,14 +538,14 @@ def test_bad_capsules_are_refused(memory: np.ndarray, changes: dict[str, Any], e
     assert producer.deleted == 1
 
 
-def test_zero_size_capsules_may_have_any_strides(memory: np.ndarray) -> None:
+def test_zero_size_capsules_may_have_any_strides(memory):
     producer = Capsules(memory, shape=(0, 4), strides=(2**62, -(2**62)), data=None)
     view = library_of(producer).view(producer)
     assert view.ndarray().shape == (0, 4)
     assert lowprec.matmul(producer, memory.T).shape == (0, 3)
 
 
-def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> None:
+def test_consumed_capsules_and_other_objects_are_refused(memory):
     producer = Capsules(memory)
     producer.name = b"used_dltensor"
     with pytest.raises(ArrayError, match="capsule named b'used_dltensor'"):
@@ -565,14 +561,14 @@ def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> 
 
 
 @pytest.mark.parametrize(("device_type", "device"), [(2, Device(2, 1)), (13, Device(2, 1)), (3, CPU), (11, CPU)])
-def test_devices_of_capsules(memory: np.ndarray, device_type: int, device: Device) -> None:
+def test_devices_of_capsules(memory, device_type, device):
     producer = Capsules(memory, device_type=device_type, device_id=1)
     view = library_of(producer).view(producer)
     assert view.device == device
     assert library_of(producer).current_stream(device) == (None if device == CPU else 1)
 
 
-def test_misaligned_capsules_are_copied_on_the_host_and_refused_on_devices() -> None:
+def test_misaligned_capsules_are_copied_on_the_host_and_refused_on_devices():
     raw = np.arange(41, dtype=np.uint8)
     expected = raw[1:].view(np.float32).copy()
     where = {"data": raw.ctypes.data + 1}
@@ -584,12 +580,12 @@ def test_misaligned_capsules_are_copied_on_the_host_and_refused_on_devices() -> 
         import_array(Capsules(expected, device_type=2, **where))
 
 
-def test_a_producers_refusal_is_passed_on() -> None:
+def test_a_producers_refusal_is_passed_on():
     class Shy:
-        def __dlpack__(self, **_: Any) -> object:
+        def __dlpack__(self, **_):
             raise BufferError("not today")
 
-        def __dlpack_device__(self) -> tuple[int, int]:
+        def __dlpack_device__(self):
             return (1, 0)
 
     with pytest.raises(ArrayError, match=r"Shy cannot be exported by DLPack: not today"):
@@ -599,11 +595,11 @@ def test_a_producers_refusal_is_passed_on() -> None:
 class Moody(Capsules):
     """A producer of read-only arrays whose first export fails with a TypeError of its own."""
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
+    def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
         self.versions: list[Any] = []
 
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         self.versions.append(max_version)
         if len(self.versions) == 1:
             raise TypeError("'NoneType' object is not iterable")
@@ -612,7 +608,7 @@ class Moody(Capsules):
         return self.capsule()
 
 
-def test_a_producers_type_error_says_nothing_of_its_version(memory: np.ndarray) -> None:
+def test_a_producers_type_error_says_nothing_of_its_version(memory):
     producer = Moody(memory, flags=1)
     expected = memory.copy()
     with pytest.raises(ArrayError, match=r"Moody cannot be exported .*'NoneType' object is not iterable"):
@@ -625,7 +621,7 @@ def test_a_producers_type_error_says_nothing_of_its_version(memory: np.ndarray) 
 
 
 @pytest.mark.parametrize("make", [OldCapsules, lambda m: DLPackOnly(OldCapsules(m))])
-def test_producers_without_versions_are_asked_twice_each_time(memory: np.ndarray, make: Any) -> None:
+def test_producers_without_versions_are_asked_twice_each_time(memory, make):
     """Also behind another object that passes the keywords on."""
     producer = make(memory)
     for _ in range(2):
@@ -633,7 +629,7 @@ def test_producers_without_versions_are_asked_twice_each_time(memory: np.ndarray
 
 
 @pytest.mark.parametrize("device", [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)], ids=str)
-def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> None:
+def test_devices_that_are_none_are_refused(memory, device):
     producer = Capsules(memory)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: device})
     with pytest.raises(ArrayError, match=r"Misled has no DLPack device"):
@@ -644,7 +640,7 @@ def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> N
 
 
 @pytest.mark.parametrize(("says", "is_on"), [(1, 2), (2, 1), (2, 10)])
-def test_a_device_that_is_not_that_of_the_memory_is_refused(memory: np.ndarray, says: int, is_on: int) -> None:
+def test_a_device_that_is_not_that_of_the_memory_is_refused(memory, says, is_on):
     """The one decides which stream the data are ready on, the other which memory is read."""
     producer = Capsules(memory, device_type=is_on)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: (says, 0)})
@@ -659,14 +655,14 @@ class Fickle(Capsules):
 
     exports = 0
 
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         self.exports += 1
         if self.exports > 1:
             self.changes = {"ndim": 0}
         return self.capsule()
 
 
-def test_an_argument_is_exported_once_in_a_call(memory: np.ndarray) -> None:
+def test_an_argument_is_exported_once_in_a_call(memory):
     producer = Fickle(memory)
     result = lowprec.matmul(producer, memory.T)
     np.testing.assert_array_equal(result, memory @ memory.T)
@@ -675,7 +671,7 @@ def test_an_argument_is_exported_once_in_a_call(memory: np.ndarray) -> None:
         lowprec.matmul(producer, memory.T)
 
 
-def test_torch_tensors_whose_storage_is_freed_are_refused(torch: Any) -> None:
+def test_torch_tensors_whose_storage_is_freed_are_refused(torch):
     freed = torch.ones(3, 3)
     freed.untyped_storage().resize_(0)
     with pytest.raises(ArrayError, match=r"its storage has been freed, as FSDP does"):
@@ -683,7 +679,7 @@ def test_torch_tensors_whose_storage_is_freed_are_refused(torch: Any) -> None:
 
 
 @ALL_DTYPES
-def test_dlpack_array_is_read_by_torch_under_its_true_type(torch: Any, dtype: DType) -> None:
+def test_dlpack_array_is_read_by_torch_under_its_true_type(torch, dtype):
     array = DLPackArray(sample(dtype))
     tensor = torch.from_dlpack(array)
     assert str(tensor.dtype) == f"torch.{dtype}"
@@ -693,7 +689,7 @@ def test_dlpack_array_is_read_by_torch_under_its_true_type(torch: Any, dtype: DT
 
 @pytest.mark.parametrize("max_version", [None, (0, 8), (1, 0), (1, 3)])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E5M2], ids=str)
-def test_dlpack_array_exports_every_version(dtype: DType, max_version: Any) -> None:
+def test_dlpack_array_exports_every_version(dtype, max_version):
     array = DLPackArray(sample(dtype))
     capsule = array.__dlpack__(max_version=max_version)
     assert ("versioned" in repr(capsule)) == (max_version is not None and max_version[0] >= 1)
@@ -704,7 +700,7 @@ def test_dlpack_array_exports_every_version(dtype: DType, max_version: Any) -> N
     assert copy.ndarray().tobytes() == sample(dtype).tobytes()
 
 
-def test_dlpack_array_keywords() -> None:
+def test_dlpack_array_keywords():
     array = DLPackArray(sample(DType.BFLOAT16))
     assert array.__dlpack_device__() == (1, 0)
     assert (array.shape, array.ndim, array.size) == ((5, 3), 2, 15)
@@ -724,7 +720,7 @@ def test_dlpack_array_keywords() -> None:
         DLPackArray(np.zeros(3, np.int64))
 
 
-def test_dlpack_array_of_read_only_memory() -> None:
+def test_dlpack_array_of_read_only_memory():
     values = sample(DType.BFLOAT16)
     values.flags.writeable = False
     array = DLPackArray(values)
@@ -733,7 +729,7 @@ def test_dlpack_array_of_read_only_memory() -> None:
         array.__dlpack__()
 
 
-def test_an_export_keeps_the_memory_until_its_consumer_is_done(torch: Any) -> None:
+def test_an_export_keeps_the_memory_until_its_consumer_is_done(torch):
     values = np.ones((5, 3), NUMPY_DTYPES[DType.BFLOAT16])  # not a view: nothing else owns it
     alive = weakref.ref(values)
     tensor = torch.from_dlpack(DLPackArray(values))
@@ -747,7 +743,7 @@ def test_an_export_keeps_the_memory_until_its_consumer_is_done(torch: Any) -> No
 
 
 @pytest.mark.usefixtures("torch", "jax")
-def test_exports_that_outlive_the_interpreter_do_no_harm() -> None:
+def test_exports_that_outlive_the_interpreter_do_no_harm():
     """Arrays that adopted lowprec's memory and are still alive at exit, in modules and in cycles."""
     code = """
 import sys, numpy as np, torch, jax, ml_dtypes

@@ -1,11 +1,7 @@
 """``lowprec.audit``: the precision that results show."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ from lowprec.errors import BackendError, UnsupportedError
 from support.programs import start, write
 
 
-def in_16_bits(a: Any, b: Any) -> Any:
+def in_16_bits(a, b):
     """Multiply with sums that are rounded to float16 after each term."""
     total = np.zeros((len(a), b.shape[1]), np.float16)
     for i in range(a.shape[1]):
@@ -32,13 +28,13 @@ def in_16_bits(a: Any, b: Any) -> Any:
         ("bf16x3", "split"), ("bf16x9", "fp32"), ("tf32x3", "fp32"), ("fp16x3", "fp32"),
     ],
 )  # fmt: skip
-def test_modes_are_distinguished(mode: Any, precision: str, size: int) -> None:
-    run: Callable[[Any, Any], Any] = partial(lowprec.matmul, math_mode=mode)
+def test_modes_are_distinguished(mode, precision, size):
+    run = partial(lowprec.matmul, math_mode=mode)
     assert auditing.measure(run, size) == precision
 
 
-def test_float16_and_its_sums_are_distinguished() -> None:
-    def rounded(a: Any, b: Any) -> Any:
+def test_float16_and_its_sums_are_distinguished():
+    def rounded(a, b):
         return a.astype(np.float16).astype(np.float32) @ b.astype(np.float16).astype(np.float32)
 
     assert auditing.measure(rounded, 16) == "fp16"
@@ -47,8 +43,8 @@ def test_float16_and_its_sums_are_distinguished() -> None:
 
 
 @pytest.mark.parametrize("sides", ["a", "b"])
-def test_one_rounded_operand_is_enough(sides: str) -> None:
-    def half(a: Any, b: Any) -> Any:
+def test_one_rounded_operand_is_enough(sides):
+    def half(a, b):
         a, b = (lowprec.matmul(x, np.eye(len(x), dtype=x.dtype), math_mode="bf16") if s in sides else x
                 for s, x in (("a", a), ("b", b)))  # fmt: skip
         return a @ b
@@ -56,7 +52,7 @@ def test_one_rounded_operand_is_enough(sides: str) -> None:
     assert auditing.measure(half, 16) == "bf16"
 
 
-def test_pytorch_is_measured_where_it_multiplies(torch: Any) -> None:
+def test_pytorch_is_measured_where_it_multiplies(torch):
     import lowprec.torch
 
     full = lowprec.audit(["torch"], sizes=[16])
@@ -71,11 +67,11 @@ def test_pytorch_is_measured_where_it_multiplies(torch: Any) -> None:
     assert "matmul" in str(low)
 
 
-def test_a_guard_verifies_what_it_protects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_verifies_what_it_protects(monkeypatch):
     with lowprec.fp32_guard(verify=True):
         assert lowprec.get_math_mode() == "fp32"
 
-    def low(a: Any, b: Any) -> Any:
+    def low(a, b):
         return np.matmul(a.astype("bfloat16").astype(np.float32), b)
 
     monkeypatch.setitem(auditing._DEVICES, "numpy", lambda numpy: iter([("cpu", {"matmul": low})]))
@@ -85,7 +81,7 @@ def test_a_guard_verifies_what_it_protects(monkeypatch: pytest.MonkeyPatch) -> N
         assert lowprec.get_math_mode() == "bf16"
 
 
-def test_jax_is_measured(jax: Any) -> None:
+def test_jax_is_measured(jax):
     import lowprec.jax
 
     assert not lowprec.audit(["jax"], sizes=[16]).below("fp32")
@@ -94,8 +90,8 @@ def test_jax_is_measured(jax: Any) -> None:
     assert {r.precision for r in low.rows if r.operation == "matmul"} == {"tf32"}
 
 
-def test_an_operation_that_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(a: Any, b: Any) -> Any:
+def test_an_operation_that_fails_is_unknown(monkeypatch):
+    def refuse(a, b):
         raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setitem(auditing._DEVICES, "numpy", lambda numpy: iter([("cpu", {"matmul": refuse})]))
@@ -104,7 +100,7 @@ def test_an_operation_that_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     assert not lowprec.audit(["numpy"], sizes=[16]).below("fp32")
 
 
-def test_mistakes() -> None:
+def test_mistakes():
     with pytest.raises(UnsupportedError, match="no audit of mlx; choose among torch, jax"):
         lowprec.audit(["mlx"])
     with pytest.raises(UnsupportedError, match="at least 5, got 2"):
@@ -114,7 +110,7 @@ def test_mistakes() -> None:
 
 
 @pytest.mark.usefixtures("torch")
-def test_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = write("""
         import sys

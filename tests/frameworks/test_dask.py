@@ -1,10 +1,7 @@
 """Products of Dask arrays: lazy, in chunks, each chunk's sum over k a chain of one order."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,11 +12,11 @@ import lowprec
 da = pytest.importorskip("dask.array", reason="dask is not installed")
 
 
-def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
+def draw(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 
-def matmul(a: Any, b: Any, **keywords: Any) -> Any:
+def matmul(a, b, **keywords):
     from lowprec import dask
 
     return dask.matmul(a, b, **keywords)
@@ -42,7 +39,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("a", "b", "chunks_a", "chunks_b"), SHAPES)
-def test_shapes_and_chunks(a: Any, b: Any, chunks_a: Any, chunks_b: Any) -> None:
+def test_shapes_and_chunks(a, b, chunks_a, chunks_b):
     x, y = draw(0, *a), draw(1, *b)
     found = matmul(da.from_array(x, chunks=chunks_a), da.from_array(y, chunks=chunks_b))
     true = np.matmul(x, y)
@@ -60,7 +57,7 @@ def test_shapes_and_chunks(a: Any, b: Any, chunks_a: Any, chunks_b: Any) -> None
         (np.int8, np.int32),
     ],
 )
-def test_types(dtype: Any, out: Any) -> None:
+def test_types(dtype, out):
     x, y = draw(0, 6, 8, dtype=dtype), draw(1, 8, 4, dtype=dtype)
     found = matmul(da.from_array(x, chunks=2), da.from_array(y, chunks=2))
     got = found.compute(scheduler="sync")
@@ -69,13 +66,13 @@ def test_types(dtype: Any, out: Any) -> None:
     np.testing.assert_array_equal(got.astype(wide), x.astype(wide) @ y.astype(wide))
 
 
-def test_chunks_of_16_bits_are_summed_in_fp32() -> None:
+def test_chunks_of_16_bits_are_summed_in_fp32():
     """512 chunks with a sum of 1 each: a running sum in bfloat16 would stop at 256."""
     x = da.ones((1, 512), chunks=(1, 1), dtype=ml_dtypes.bfloat16)
     assert float(matmul(x, x.T).compute(scheduler="sync")[0, 0]) == 512
 
 
-def test_the_order_of_the_sum_is_that_of_the_chunks() -> None:
+def test_the_order_of_the_sum_is_that_of_the_chunks():
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 40, 40), dtype=np.float32)
     found = matmul(da.from_array(x, chunks=10), da.from_array(y, chunks=10))
@@ -88,7 +85,7 @@ def test_the_order_of_the_sum_is_that_of_the_chunks() -> None:
         np.testing.assert_array_equal(found.compute(scheduler=scheduler), chain)
 
 
-def test_a_chunk_that_is_added_to_stays_as_it_is() -> None:
+def test_a_chunk_that_is_added_to_stays_as_it_is():
     """A task may be run again on what it was given."""
     from lowprec.dask import _add_product
 
@@ -103,7 +100,7 @@ def test_a_chunk_that_is_added_to_stays_as_it_is() -> None:
 ABOVE_ONE = np.full((4, 4), 1 + 2**-10, np.float32)
 
 
-def test_the_callers_mode_travels_in_the_graph() -> None:
+def test_the_callers_mode_travels_in_the_graph():
     x = da.from_array(ABOVE_ONE, chunks=2)
     with lowprec.math_mode("bf16"):
         lazy = matmul(x, x)
@@ -116,7 +113,7 @@ def test_the_callers_mode_travels_in_the_graph() -> None:
     assert matmul(x, x, math_mode="bf16").name != matmul(x, x).name
 
 
-def test_emulated_tensor_cores_are_those_of_where_the_product_was_written() -> None:
+def test_emulated_tensor_cores_are_those_of_where_the_product_was_written():
     x = np.random.default_rng(0).random((8, 300), dtype=np.float32)
     a, b = da.from_array(x, chunks=-1), da.from_array(x.T, chunks=-1)
     with lowprec.emulate("hopper"):
@@ -127,7 +124,7 @@ def test_emulated_tensor_cores_are_those_of_where_the_product_was_written() -> N
     assert (without.compute(scheduler="threads") != expected).any()
 
 
-def test_matmul_takes_dask_arrays_by_itself() -> None:
+def test_matmul_takes_dask_arrays_by_itself():
     x = da.from_array(ABOVE_ONE, chunks=2)
     for a, b in ((x, x), (x, ABOVE_ONE), (ABOVE_ONE, x)):
         found = lowprec.matmul(a, b, math_mode="bf16")
@@ -137,7 +134,7 @@ def test_matmul_takes_dask_arrays_by_itself() -> None:
 
 
 @pytest.mark.sweep
-def test_processes_get_the_mode_and_the_same_bits() -> None:
+def test_processes_get_the_mode_and_the_same_bits():
     distributed = pytest.importorskip("distributed", reason="distributed is not installed")
     x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
     lazy = matmul(da.from_array(x, chunks=16), da.from_array(x, chunks=16), math_mode="bf16")
@@ -158,7 +155,7 @@ def test_processes_get_the_mode_and_the_same_bits() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("chunk", [1, 8, 512])
 @pytest.mark.sampled(3)
-def test_the_sums_over_chunks_are_within_rtol(chunk: int, dtype: Any, bound: str) -> None:
+def test_the_sums_over_chunks_are_within_rtol(chunk, dtype, bound):
     """On positive numbers the roundings of a chain of 512 are more than 1e-7."""
     rng = np.random.default_rng(0)
     x, y = (rng.random(shape).astype(dtype) for shape in ((8, 512), (512, 8)))
@@ -173,7 +170,7 @@ def test_the_sums_over_chunks_are_within_rtol(chunk: int, dtype: Any, bound: str
         assert error <= rtol * np.linalg.norm(x) * np.linalg.norm(y)
 
 
-def test_fp64_rounds_a_chain_once() -> None:
+def test_fp64_rounds_a_chain_once():
     """2^24 + 1 + 1: a running sum in FP32 would stay at 2^24."""
     x = da.from_array(np.array([[2.0**24, 1, 1]], np.float32), chunks=1)
     y = da.ones((3, 1), chunks=1, dtype="float32")
@@ -183,7 +180,7 @@ def test_fp64_rounds_a_chain_once() -> None:
     assert narrow.dtype == narrow.compute(scheduler="sync").dtype == ml_dtypes.bfloat16
 
 
-def test_a_chain_that_no_mode_keeps_within_rtol_is_refused() -> None:
+def test_a_chain_that_no_mode_keeps_within_rtol_is_refused():
     """Sums of 16-bit numbers are FP32's: 1024 roundings are 6e-5."""
     x = da.ones((1, 1024), chunks=(1, 1), dtype="float16")
     whole = {"out_dtype": "float32"}
@@ -196,12 +193,12 @@ def test_a_chain_that_no_mode_keeps_within_rtol_is_refused() -> None:
         assert matmul(x.astype("float32"), x.T, rtol=1e-2).dtype == np.float32
 
 
-def test_sums_of_integers_are_exact_in_any_number_of_chunks() -> None:
+def test_sums_of_integers_are_exact_in_any_number_of_chunks():
     x = da.ones((4, 64), chunks=(4, 4), dtype="int8")
     assert (matmul(x, x.T, rtol=1e-7).compute(scheduler="sync") == 64).all()
 
 
-def test_k_chunk_reaches_each_chunk() -> None:
+def test_k_chunk_reaches_each_chunk():
     x, y = draw(0, 6, 40), draw(1, 40, 5)
     a, b = da.from_array(x, chunks=20), da.from_array(y, chunks=20)
     found = matmul(a, b, k_chunk=7)
@@ -218,7 +215,7 @@ def test_k_chunk_reaches_each_chunk() -> None:
 # -- contractions ---------------------------------------------------------------------------------
 
 #: Shapes of the operands, and the contraction, which is also NumPy's.
-CONTRACTIONS: dict[str, tuple[tuple[tuple[int, ...], ...], Any]] = {
+CONTRACTIONS = {
     "chain": (((6, 8), (8, 5), (5, 4)), lambda xp, *x: xp.einsum("ij,jk,kl->il", *x)),
     "batch": (((2, 3, 4, 4), (2, 3, 4, 4)), lambda xp, *x: xp.einsum("bhij,bhjk->bhik", *x)),
     "elements": (((2, 3, 4, 4), (2, 3, 4, 4)), lambda xp, *x: xp.einsum("bhij,bhij->bhij", *x)),
@@ -233,7 +230,7 @@ CONTRACTIONS: dict[str, tuple[tuple[tuple[int, ...], ...], Any]] = {
 
 @pytest.mark.parametrize("name", CONTRACTIONS)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, ml_dtypes.bfloat16])
-def test_contractions(name: str, dtype: Any) -> None:
+def test_contractions(name, dtype):
     shapes, contract = CONTRACTIONS[name]
     plain = [draw(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
     if dtype is np.complex64:
@@ -249,7 +246,7 @@ def test_contractions(name: str, dtype: Any) -> None:
         np.testing.assert_array_equal(found.compute(scheduler="sync"), want)
 
 
-def test_a_contraction_is_of_the_callers_mode() -> None:
+def test_a_contraction_is_of_the_callers_mode():
     x, weight = draw(0, 6, 8) + np.float32(2**-20), draw(1, 4, 8)
     with lowprec.math_mode("bf16"):
         found = lowprec.linear(da.from_array(x, chunks=3), weight)
@@ -261,7 +258,7 @@ def test_a_contraction_is_of_the_callers_mode() -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_the_way_out_is_named_where_there_is_none_here() -> None:
+def test_the_way_out_is_named_where_there_is_none_here():
     x = da.ones((4, 4), chunks=2, dtype="float32")
     for refuse in (lowprec.prepare, lowprec.linalg.inv):
         with pytest.raises(lowprec.ArrayError, match=r"otherwise pass array.compute\(\)"):
@@ -270,7 +267,7 @@ def test_the_way_out_is_named_where_there_is_none_here() -> None:
         lowprec.matmul(x, x.astype("int64"))
 
 
-def test_refused_arguments() -> None:
+def test_refused_arguments():
     x = da.ones((4, 4), chunks=2, dtype="float32")
     with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
         matmul(x, da.ones((3, 4), dtype="float32"))
@@ -301,14 +298,14 @@ def test_refused_arguments() -> None:
         (lambda x, y: lowprec.einsum("ij,kj->ik", y, x), r"operands\[1\]"),
     ],
 )
-def test_a_contraction_of_unknown_chunks_reports_the_way_out(function: Any, name: str) -> None:
+def test_a_contraction_of_unknown_chunks_reports_the_way_out(function, name):
     x = da.ones((4, 4), chunks=2, dtype="float32")
     way_out = rf"^{name}: the shape is not known, \(nan, 4\); call compute_chunk_sizes\(\)"
     with pytest.raises(lowprec.ShapeError, match=way_out):
         function(x[x[:, 0] > 0], x)
 
 
-def test_a_tensor_with_a_dask_array_is_refused_by_type() -> None:
+def test_a_tensor_with_a_dask_array_is_refused_by_type():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)
     for a, b in ((x, tensor), (tensor, x)):
@@ -317,7 +314,7 @@ def test_a_tensor_with_a_dask_array_is_refused_by_type() -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), [((4, 10), (10, 4)), ((10,), (10, 4)), ((4, 10), (10,))])
-def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a: Any, b: Any) -> None:
+def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a, b):
     """Were it one chunk, each task would need the whole of k of the other."""
     x, y = draw(0, *a), draw(1, *b)
     for found in (matmul(x, da.from_array(y, chunks=3)), matmul(da.from_array(x, chunks=3), y)):
@@ -327,10 +324,10 @@ def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a: Any, b: Any) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_contractions_of_empty_axes_and_chunks(seed: int) -> None:
+def test_contractions_of_empty_axes_and_chunks(seed):
     rng = np.random.default_rng(seed)
 
-    def lazy(x: Any) -> Any:
+    def lazy(x):
         chunks = []
         for n in x.shape:
             cuts = np.sort(rng.integers(0, n + 1, rng.integers(0, 4)))
@@ -355,7 +352,7 @@ def test_contractions_of_empty_axes_and_chunks(seed: int) -> None:
             np.testing.assert_array_equal(found.compute(scheduler="sync"), true)
 
 
-def test_chunks_of_torch_are_refused_by_type() -> None:
+def test_chunks_of_torch_are_refused_by_type():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = da.ones((4, 4), chunks=2, dtype="float32").map_blocks(torch.from_numpy)
     y = da.ones((4, 4), chunks=2, dtype="float32")
@@ -374,7 +371,7 @@ def test_chunks_of_torch_are_refused_by_type() -> None:
         ("complex128", "bf16", "fp32"),
     ],
 )
-def test_workers_get_a_mode_that_acts(dtype: str, mode: str, passed: str) -> None:
+def test_workers_get_a_mode_that_acts(dtype, mode, passed):
     """So that they give no warning, and use no mode of their own environment."""
     a = da.ones((4, 6), chunks=(2, 3), dtype=dtype)
     with lowprec.math_mode(mode):

@@ -1,17 +1,13 @@
 """The guard over PyTorch and JAX: real switches, which come back, also after an exception at any step."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from frameworks.torch_switches import ALL, LEAVES, Switches
+from frameworks.torch_switches import ALL, LEAVES
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
 from support import interrupts
@@ -19,24 +15,24 @@ from support import interrupts
 # -- PyTorch: the switches come back --------------------------------------------------------------
 
 
-def old(word: str) -> Callable[[Switches], None]:
+def old(word):
     return lambda t: t.torch.set_float32_matmul_precision(word)
 
 
-def cudnn(allow: bool) -> Callable[[Switches], None]:
+def cudnn(allow):
     return lambda t: setattr(t.torch.backends.cudnn, "allow_tf32", allow)
 
 
-def cublas(allow: bool) -> Callable[[Switches], None]:
+def cublas(allow):
     return lambda t: setattr(t.torch.backends.cuda.matmul, "allow_tf32", allow)
 
 
-def new(backend: str, operation: str, value: str) -> Callable[[Switches], None]:
+def new(backend, operation, value):
     return lambda t: t.put(backend, operation, value)
 
 
 #: Every way to set a switch, old and new.
-STEPS: dict[str, Callable[[Switches], None]] = {
+STEPS = {
     **{f"old {word}": old(word) for word in ("highest", "high", "medium")},
     "cudnn off": cudnn(False),
     "cudnn on": cudnn(True),
@@ -49,7 +45,7 @@ STEPS: dict[str, Callable[[Switches], None]] = {
 LATER = ["generic.all tf32", "generic.all ieee", "cuda.all tf32", "mkldnn.all bf16", "old medium"]
 
 
-def history(switches: Switches, steps: tuple[str, ...], *, guarded: bool) -> list[dict[str, Any]]:
+def history(switches, steps, *, guarded):
     """Return the values after these steps, and after each later one."""
     seen = []
     for later in (None, *LATER):
@@ -68,7 +64,7 @@ def history(switches: Switches, steps: tuple[str, ...], *, guarded: bool) -> lis
     return seen
 
 
-def test_every_start_state_of_pytorch_is_restored(switches: Switches) -> None:
+def test_every_start_state_of_pytorch_is_restored(switches):
     """After the guard, PyTorch is as without it: in the values, and in the effect of each later step."""
     rng = random.Random(0)
     states = [(), *((a,) for a in STEPS), *itertools.permutations(STEPS, 2)]
@@ -77,7 +73,7 @@ def test_every_start_state_of_pytorch_is_restored(switches: Switches) -> None:
     assert bad == []
 
 
-def test_settings_made_inside_are_kept(switches: Switches) -> None:
+def test_settings_made_inside_are_kept(switches):
     old("medium")(switches)
     with pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"), fp32_guard():
         switches.put("mkldnn", "matmul", "tf32")
@@ -87,7 +83,7 @@ def test_settings_made_inside_are_kept(switches: Switches) -> None:
 
 
 @pytest.mark.parametrize(("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")])
-def test_a_mode_sets_pytorch(switches: Switches, mode: str, word: str, onednn: str) -> None:
+def test_a_mode_sets_pytorch(switches, mode, word, onednn):
     before = switches.read()
     with math_mode(mode, frameworks=["torch"]):
         assert switches.torch.get_float32_matmul_precision() == word
@@ -101,7 +97,7 @@ def test_a_mode_sets_pytorch(switches: Switches, mode: str, word: str, onednn: s
 # -- JAX ------------------------------------------------------------------------------------------
 
 
-def precisions(jax: Any, function: Callable[..., Any]) -> set[str]:
+def precisions(jax, function):
     """Return the precision of every product in what JAX hands to its compiler."""
     x = jax.ShapeDtypeStruct((8, 8), np.float32)
     text = jax.jit(function).lower(x, x).as_text()
@@ -111,7 +107,7 @@ def precisions(jax: Any, function: Callable[..., Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("form", ["@", "einsum", "jit"])
-def test_jax_traces_at_the_highest_precision_inside(jax: Any, form: str) -> None:
+def test_jax_traces_at_the_highest_precision_inside(jax, form):
     forms = {
         "@": lambda a, b: a @ b,
         "einsum": lambda a, b: jax.numpy.einsum("ij,jk->ik", a, b),
@@ -130,7 +126,7 @@ def test_jax_traces_at_the_highest_precision_inside(jax: Any, form: str) -> None
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_entries_of_info(name: str) -> None:
+def test_entries_of_info(name):
     pytest.importorskip(name, reason=f"{name} is not installed")
     controller = next(c for c in controllers() if c.name == name)
     shown = [row for row in info()["frameworks"] if row["library"] == name]
@@ -143,7 +139,7 @@ def test_entries_of_info(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_the_modes_of_a_library_can_all_be_set(name: str) -> None:
+def test_the_modes_of_a_library_can_all_be_set(name):
     pytest.importorskip(name, reason=f"{name} is not installed")
     controller = next(c for c in controllers() if c.name == name)
     before = controller.save()
@@ -159,7 +155,7 @@ def test_the_modes_of_a_library_can_all_be_set(name: str) -> None:
 # -- exceptions of signal handlers while switches are read, set and restored ------------------------
 
 #: Start states, in each of which PyTorch's switches are read in another way.
-STATES: dict[str, Callable[[Switches], object]] = {
+STATES = {
     "inherited": lambda s: s.put("generic", "all", "tf32"),
     "refused": lambda s: (
         s.put("cuda", "matmul", "tf32"), s.put("cuda", "conv", "ieee"), s.put("mkldnn", "all", "bf16"),
@@ -167,25 +163,25 @@ STATES: dict[str, Callable[[Switches], object]] = {
 }  # fmt: skip
 
 
-def blocks(library: str) -> None:
+def blocks(library):
     with math_mode("tf32", frameworks=[library]), fp32_guard(frameworks=[library]):
         pass
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_pytorch_at_every_step(switches: Switches, state: str) -> None:
+def test_pytorch_at_every_step(switches, state):
     blocks("torch")  # imports modules
     STATES[state](switches)
     before = switches.read()
 
-    def check() -> None:
+    def check():
         assert switches.read() == before
 
     assert interrupts.count(lambda: blocks("torch"), check, RuntimeError) > 50
 
 
-def test_jax_at_every_step(jax: Any) -> None:
-    def check() -> None:
+def test_jax_at_every_step(jax):
+    def check():
         assert jax.config.jax_default_matmul_precision is None
         # The thread has no setting, so that it follows the process.
         jax.config.update("jax_default_matmul_precision", "tensorfloat32")

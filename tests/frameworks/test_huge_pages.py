@@ -1,11 +1,8 @@
 """Large results in host memory: the system is asked for huge pages, for them and for nothing else."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ NEEDS_HUGE_PAGES = pytest.mark.skipif(not SETTING.exists(), reason="the system h
 PAGE = mmap.PAGESIZE
 
 
-def _flags(address: int) -> str:
+def _flags(address):
     """Return what the system notes of the memory at an address."""
     for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", area):
@@ -32,8 +29,8 @@ def _flags(address: int) -> str:
 
 @NEEDS_HUGE_PAGES
 @pytest.mark.parametrize("backend", [Backend.TORCH, Backend.NUMPY, Backend.JAX], ids=str)
-def test_large_results_are_in_huge_pages(backend: Backend) -> None:
-    xp: Any = load_or_skip(backend)
+def test_large_results_are_in_huge_pages(backend):
+    xp = load_or_skip(backend)
     a = xp.asarray(np.ones((4096, 2), np.float32))
     b = xp.asarray(np.ones((2, 4096), np.float32))
     c = lowprec.matmul(a, b, math_mode="bf16")
@@ -44,16 +41,16 @@ def test_large_results_are_in_huge_pages(backend: Backend) -> None:
 class Recorder:
     """Instead of the system's call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[int, int, int]] = []
 
-    def __call__(self, *arguments: int) -> int:
+    def __call__(self, *arguments):
         self.calls.append(arguments)
         return -1
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch):
     made = Recorder()
     monkeypatch.setattr(torch_library, "_madvise", lambda: made)
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
@@ -68,14 +65,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         (5 * PAGE - 64, 3 * PAGE, 5 * PAGE, 7 * PAGE),
     ],
 )
-def test_neighbours_of_a_result_are_left_alone(
-    recorder: Recorder, address: int, nbytes: int, first: int, last: int
-) -> None:
+def test_neighbours_of_a_result_are_left_alone(recorder, address, nbytes, first, last):
     torch_library.request_huge_pages(address, nbytes)
     assert recorder.calls == [(first, last - first, 14)]
 
 
-def test_a_refusal_and_small_results_go_unnoticed(recorder: Recorder) -> None:
+def test_a_refusal_and_small_results_go_unnoticed(recorder):
     torch = load_or_skip(Backend.TORCH).torch
     a = torch.ones(1024, 4)
     assert (lowprec.matmul(a, a.T) == torch.full((1024, 1024), 4.0)).all()  # 4 MiB
@@ -84,7 +79,7 @@ def test_a_refusal_and_small_results_go_unnoticed(recorder: Recorder) -> None:
     assert len(recorder.calls) == 1
 
 
-def test_a_system_without_huge_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_huge_pages_is_not_asked(monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     torch_library._madvise.cache_clear()
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -24,12 +22,12 @@ RECIPES = {
 }
 
 
-def network(torch: Any, make: Callable[..., Any]) -> Any:
+def network(torch, make):
     torch.manual_seed(0)
     return torch.nn.Sequential(make(48, 64), torch.nn.GELU(), make(64, 32), torch.nn.GELU(), make(32, 16))
 
 
-def results(torch: Any, net: Any) -> list[Any]:
+def results(torch, net):
     """Return the output of a step, and the gradients of the input and of the parameters."""
     torch.manual_seed(1)
     x = torch.randn(24, 48, requires_grad=True)
@@ -39,11 +37,11 @@ def results(torch: Any, net: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gradients_are_those_of_layers_that_know_their_passes(torch: Any, name: str) -> None:
+def test_gradients_are_those_of_layers_that_know_their_passes(torch, name):
     """The operands and the products of PyTorch's layers are in another order than those of ``lowprec.torch.Linear``."""
     import lowprec.torch as lt
 
-    def layer(number: str) -> Callable[..., Any]:
+    def layer(number):
         at = RECIPES[name].at(step=2, layer=zlib.crc32(number.encode()) % 2**20)
         return lambda m, n: lt.Linear(m, n, math_mode=at)
 
@@ -62,7 +60,7 @@ def test_gradients_are_those_of_layers_that_know_their_passes(torch: Any, name: 
     assert not [x for x in report.remarks if not x.startswith("Compiled graphs ran")]  # of other tests
 
 
-def test_first_and_last_layers_in_another_mode(torch: Any) -> None:
+def test_first_and_last_layers_in_another_mode(torch):
     import lowprec.torch as lt
 
     net = network(torch, torch.nn.Linear)
@@ -74,12 +72,12 @@ def test_first_and_last_layers_in_another_mode(torch: Any) -> None:
     assert {p.mode for p in seen.report().taken} == {"fp32"}
 
 
-def test_attention_and_vectors_are_in_bfloat16(torch: Any) -> None:
+def test_attention_and_vectors_are_in_bfloat16(torch):
     import lowprec.torch as lt
 
     x, v, layer = torch.randn(2, 16, 16), torch.randn(16), torch.nn.Linear(16, 16)
 
-    def modes(**options: Any) -> dict[str, str]:
+    def modes(**options):
         with torch.no_grad(), lt.intercept("mxfp8", **options) as seen:
             torch.bmm(x, x), torch.dot(v, v), torch.mv(x[0], v), layer(v), layer(x[0])
             torch.mv(layer.weight, v)
@@ -90,7 +88,7 @@ def test_attention_and_vectors_are_in_bfloat16(torch: Any) -> None:
     assert modes(attention=True) == dict.fromkeys(names, "mxfp8")
 
 
-def test_gradients_of_attention(torch: Any) -> None:
+def test_gradients_of_attention(torch):
     import lowprec.torch as lt
 
     recipe = RECIPES["fp8"]
@@ -105,7 +103,7 @@ def test_gradients_of_attention(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_checkpointing_changes_nothing(torch: Any, name: str) -> None:
+def test_checkpointing_changes_nothing(torch, name):
     """The operands of the forward pass are gone, and others of the same numbers are multiplied again."""
     from torch.utils.checkpoint import checkpoint
 
@@ -123,7 +121,7 @@ def test_checkpointing_changes_nothing(torch: Any, name: str) -> None:
     assert not seen.report().remarks
 
 
-def test_compiled_backward_passes_have_the_forward_formats(torch: Any) -> None:
+def test_compiled_backward_passes_have_the_forward_formats(torch):
     import lowprec.torch as lt
 
     recipe, x, g = RECIPES["fp8"], torch.randn(24, 48), torch.randn(24, 64)
@@ -134,7 +132,7 @@ def test_compiled_backward_passes_have_the_forward_formats(torch: Any) -> None:
     assert torch.equal(layer.weight.grad, lowprec.matmul(g.mT, x, math_mode="fp8"))
 
 
-def test_forward_operands_are_not_kept_alive(torch: Any) -> None:
+def test_forward_operands_are_not_kept_alive(torch):
     import lowprec.torch as lt
 
     x = torch.randn(16, 16)
@@ -144,7 +142,7 @@ def test_forward_operands_are_not_kept_alive(torch: Any) -> None:
         assert alive() is None
 
 
-def test_statistics_of_quantised_operands(torch: Any) -> None:
+def test_statistics_of_quantised_operands(torch):
     """E4M3 with a scale of 2^-8 ends at 1.75; a block of 32 has one number beyond, and one that becomes zero."""
     import lowprec.torch as lt
 
@@ -160,7 +158,7 @@ def test_statistics_of_quantised_operands(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
-def test_statistics_of_each_format(torch: Any, mode: str) -> None:
+def test_statistics_of_each_format(torch, mode):
     """The rounded operands that underflow is counted in are those of the product: the share is that of its zeros."""
     import lowprec.torch as lt
 
@@ -176,7 +174,7 @@ def test_statistics_of_each_format(torch: Any, mode: str) -> None:
     assert (row.a.block_range > 0) == (mode != "fp8")
 
 
-def test_statistics_of_the_three_products(torch: Any) -> None:
+def test_statistics_of_the_three_products(torch):
     import lowprec.torch as lt
 
     net = network(torch, torch.nn.Linear)

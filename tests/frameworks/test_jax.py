@@ -5,15 +5,11 @@ complex64 operands each product of a cell is within the bound that ``lowprec.pla
 process of its own (devices, JAX without 64-bit types, the environment) is in ``test_jax_processes``.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +29,7 @@ KINDS = ["fp64", "bf16", "fp16x3"]
 
 
 @pytest.fixture
-def jax(jax: Any) -> Any:
+def jax(jax):
     importlib.import_module("lowprec.jax")
     return jax
 
@@ -45,7 +41,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def operands(a: Any, b: Any, dtype: str = "float64") -> Any:
+def operands(a, b, dtype="float64"):
     rng = np.random.default_rng(0)
     made = [rng.standard_normal(shape) for shape in (a, b)]
     if "complex" in dtype:
@@ -53,7 +49,7 @@ def operands(a: Any, b: Any, dtype: str = "float64") -> Any:
     return [x.astype(dtype) for x in made]
 
 
-def close(found: Any, true: Any) -> None:
+def close(found, true):
     """Equal but for the order of sums of at most 20 products and three products in a row, far below 1e-12."""
     np.testing.assert_allclose(np.asarray(found), np.asarray(true), rtol=1e-12, atol=1e-12)
 
@@ -63,12 +59,12 @@ def close(found: Any, true: Any) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("a", "b"), SHAPES)
-def test_values_and_derivatives_of_every_shape(jax: Any, a: Any, b: Any) -> None:
+def test_values_and_derivatives_of_every_shape(jax, a, b):
     x, y = operands(a, b)
     u, v = np.cos(x), np.sin(y)
 
-    def of(multiply: Any) -> Any:
-        def call(x: Any, y: Any, u: Any, v: Any) -> Any:
+    def of(multiply):
+        def call(x, y, u, v):
             out, tangent = jax.jvp(multiply, (x, y), (u, v))
             return out, tangent, *jax.vjp(multiply, x, y)[1](jax.numpy.cos(out))
 
@@ -79,10 +75,10 @@ def test_values_and_derivatives_of_every_shape(jax: Any, a: Any, b: Any) -> None
         close(found, true)
 
 
-def test_derivatives_of_complex_operands_and_factors(jax: Any) -> None:
+def test_derivatives_of_complex_operands_and_factors(jax):
     x, y = operands((3, 4), (4, 2), "complex128")
 
-    def loss(multiply: Any) -> Any:
+    def loss(multiply):
         return jax.grad(lambda a, b: abs(multiply(a, b).sum()) ** 2, argnums=(0, 1))(x, y)
 
     found = loss(lambda a, b: lowprec.matmul(a, b, alpha=1 + 2j))
@@ -90,11 +86,11 @@ def test_derivatives_of_complex_operands_and_factors(jax: Any) -> None:
         close(mine, true)
 
 
-def exported(jax: Any, f: Any, x: Any) -> Any:
+def exported(jax, f, x):
     return jax.export.export(jax.jit(f))(x).call(x)
 
 
-FUNCTIONS: dict[str, Callable[[Any, Callable[[Any], Any], Any], Any]] = {
+FUNCTIONS = {
     "at once": lambda jax, f, x: f(x),
     "jit": lambda jax, f, x: jax.jit(f)(x),
     "ahead of time": lambda jax, f, x: jax.jit(f).lower(x).compile()(x),
@@ -134,12 +130,12 @@ NOT_COMPILED = {
 }  # fmt: skip
 
 
-def without_jit(jax: Any, f: Any, x: Any) -> Any:
+def without_jit(jax, f, x):
     with jax.disable_jit():
         return jax.grad(f)(jax.numpy.asarray(x))
 
 
-def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
+def with_custom_vjp(jax, f, x):
     made = jax.custom_vjp(f)
     made.defvjp(lambda y: (f(y), y), lambda y, g: (g * jax.grad(f)(y),))
     return jax.jit(jax.grad(made))(x)
@@ -148,13 +144,13 @@ def with_custom_vjp(jax: Any, f: Any, x: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.sampled(2)
-def test_transformed(jax: Any, name: str) -> None:
+def test_transformed(jax, name):
     x, _ = operands((4, 4), (1,))
 
-    def cubic(multiply: Any) -> Any:
+    def cubic(multiply):
         return lambda x: (multiply(multiply(x, x), jax.numpy.sin(x)) * x).sum()
 
-    def run(f: Any) -> Any:
+    def run(f):
         # Compiled as a whole, which is quicker than operation by operation.
         whole = jax.jit if name not in NOT_COMPILED else lambda g: g
         return whole(lambda x: FUNCTIONS[name](jax, f, x))(x)
@@ -168,30 +164,30 @@ def test_transformed(jax: Any, name: str) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1), (2, None)])
 @pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))])
-def test_vmap(jax: Any, a: Any, b: Any, in_axes: Any) -> None:
+def test_vmap(jax, a, b, in_axes):
     x, y = operands(a, b)
     found = jax.vmap(lowprec.matmul, in_axes=in_axes)(x, y)
     close(found, jax.vmap(jax.numpy.matmul, in_axes=in_axes)(x, y))
 
 
-def test_contractions(jax: Any) -> None:
+def test_contractions(jax):
     x, y = operands((2, 3, 4), (2, 4, 5))
 
-    def loss(einsum: Any, **keywords: Any) -> Any:
+    def loss(einsum, **keywords):
         return jax.jit(jax.grad(lambda a: (einsum("bij,bjk->ik", a, y, **keywords) ** 2).sum()))(x)
 
     close(loss(lowprec.einsum, math_mode="bf16"), loss(jax.numpy.einsum))
     close(jax.jit(lowprec.linear)(x[0], y[0].T), x[0] @ y[0])
 
 
-def test_linear_transpose(jax: Any) -> None:
+def test_linear_transpose(jax):
     x, y = operands((2, 3, 4), (4, 5))
     out = np.ones((2, 3, 5))
     found = jax.linear_transpose(lambda a: lowprec.matmul(a, y), x)(out)[0]
     close(found, out @ y.T)
 
 
-def test_exported_with_sizes_known_by_name(jax: Any) -> None:
+def test_exported_with_sizes_known_by_name(jax):
     x, y = operands((3, 4), (4, 2))
     shapes = jax.export.symbolic_shape("m, k, n")
     args = [jax.ShapeDtypeStruct(shapes[:2], np.float32), jax.ShapeDtypeStruct(shapes[1:], np.float32)]
@@ -206,14 +202,12 @@ def test_exported_with_sizes_known_by_name(jax: Any) -> None:
 
 # -- each mode within its bound -------------------------------------------------------------------
 
-Products = list[tuple[Any, Any, Any]]  # a result, and the factors that it is the product of
 
-
-def in_jit(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_jit(jax, f, a, b):
     return [(jax.jit(f)(a, b), a, b)]
 
 
-def in_vmap(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_vmap(jax, f, a, b):
     both, rows, columns = jax.jit(
         lambda a, b: (
             jax.vmap(f)(jax.numpy.stack([a, 3 * a]), jax.numpy.stack([b, b])),
@@ -224,33 +218,33 @@ def in_vmap(jax: Any, f: Any, a: Any, b: Any) -> Products:
     return [(both[0], a, b), (both[1], 3 * a, b), (rows[:, 0], a, b), (columns, a, b)]
 
 
-def in_grad(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_grad(jax, f, a, b):
     g = a @ b
     of_a, of_b = jax.jit(lambda a, b: jax.vjp(f, a, b)[1](g))(a, b)
     return [(of_a, g, b.T), (of_b, a.T, g)]
 
 
-def in_jvp(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_jvp(jax, f, a, b):
     u = np.flip(a)
     return [(jax.jit(lambda u: jax.jvp(lambda a: f(a, b), (a,), (u,))[1])(u), u, b)]
 
 
-def in_scan(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_scan(jax, f, a, b):
     left = np.stack([a, 2 * a, np.flip(a)])
     found = jax.jit(lambda s: jax.lax.scan(lambda c, x: (c, f(x, b)), 0, s)[1])(left)
     return [(mine, x, b) for mine, x in zip(found, left, strict=True)]
 
 
-def in_checkpoint(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_checkpoint(jax, f, a, b):
     inner = jax.checkpoint(lambda a: f(a, b))
     return [(jax.jit(lambda a: jax.vjp(inner, a)[1](a @ b)[0])(a), a @ b, b.T)]
 
 
-def in_export(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def in_export(jax, f, a, b):
     return [(jax.export.export(jax.jit(f))(a, b).call(a, b), a, b)]
 
 
-def at_once(jax: Any, f: Any, a: Any, b: Any) -> Products:
+def at_once(jax, f, a, b):
     found, pull = jax.vjp(f, a, b)
     return [(found, a, b), (pull(found)[0], np.asarray(found), b.T)]
 
@@ -258,7 +252,7 @@ def at_once(jax: Any, f: Any, a: Any, b: Any) -> Products:
 CELLS = {f.__name__: f for f in (in_jit, in_vmap, in_grad, in_jvp, in_scan, in_checkpoint, in_export, at_once)}
 
 
-def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
+def within_bound(found, a, b, mode):
     a, b = np.asarray(a), np.asarray(b)
     assert found.dtype == a.dtype
     bound = lowprec.plan(a, b, math_mode=mode).bound
@@ -279,7 +273,7 @@ def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
         ("in_grad", "bf16x3", "complex64"),
     ],
 )
-def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
+def test_modes(jax, cell, mode, dtype):
     a, b = operands((9, 33), (33, 7), dtype)
     multiply = functools.partial(lowprec.jax.matmul, math_mode=mode)
     for found, x, y in CELLS[cell](jax, multiply, a, b):
@@ -287,7 +281,7 @@ def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
-def test_fp64_emulated_is_native_in_graphs(jax: Any, dtype: str) -> None:
+def test_fp64_emulated_is_native_in_graphs(jax, dtype):
     """Float64 in FP64, and float32 as in mode fp32: the same algorithm of XLA."""
     a, b = operands((9, 33), (33, 7), dtype)
     with jax.enable_x64(True), warnings.catch_warnings():
@@ -305,7 +299,7 @@ def test_fp64_emulated_is_native_in_graphs(jax: Any, dtype: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["fp16", "fp16x3", "fp16x4_unscaled", "fp16_karatsuba"])
-def test_rows_of_any_size_are_scaled(jax: Any, mode: str) -> None:
+def test_rows_of_any_size_are_scaled(jax, mode):
     a, b = operands((9, 33), (33, 7), "float32")
     a *= np.ldexp(np.float32(1), np.linspace(-100, 100, 9).astype(int))[:, None]
     b *= np.ldexp(np.float32(1), np.linspace(-20, 20, 7).astype(int))
@@ -316,7 +310,7 @@ def test_rows_of_any_size_are_scaled(jax: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_operands_are_summed_in_fp32_and_rounded_once(jax: Any, dtype: str) -> None:
+def test_16_bit_operands_are_summed_in_fp32_and_rounded_once(jax, dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (np.abs(x).astype(kind) for x in operands((3, 2000), (2000, 5), "float32"))
     wide = [x.astype(np.float64) for x in (a, b)]
@@ -339,7 +333,7 @@ def test_16_bit_operands_are_summed_in_fp32_and_rounded_once(jax: Any, dtype: st
     assert (error <= (unit + 5 * 2.0**-24) * rows * (1 + unit)).all()
 
 
-def test_mixed_operands_are_promoted(jax: Any) -> None:
+def test_mixed_operands_are_promoted(jax):
     a, b = operands((3, 4), (4, 2), "float32")
     narrow = b.astype(ml_dtypes.bfloat16)
     found = jax.jit(lowprec.matmul)(a, narrow)
@@ -349,7 +343,7 @@ def test_mixed_operands_are_promoted(jax: Any) -> None:
     assert found.dtype == np.float32
 
 
-def test_int8(jax: Any) -> None:
+def test_int8(jax):
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-128, 128, (2, 30, 30), np.int8) for _ in "ab")
     true = a.astype(np.int64) @ b.astype(np.int64)
@@ -369,14 +363,14 @@ def test_int8(jax: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def every_kind_of_number() -> Any:
+def every_kind_of_number():
     """Each upper half of a float32 with lower halves around each format's ties."""
     upper = np.arange(2**16, dtype=np.uint32)[:, None] << 16
     lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     return (upper | np.array(lower, np.uint32)).ravel().view(np.float32)
 
 
-def same_numbers(found: Any, true: Any) -> None:
+def same_numbers(found, true):
     """The same bits, or both NaN."""
     found, true = np.asarray(found), np.asarray(true)
     differ = (found.view(np.uint32) != true.view(np.uint32)) & ~(np.isnan(found) & np.isnan(true))
@@ -387,7 +381,7 @@ FORMATS = [formats.TF32, formats.BFLOAT16, formats.FLOAT16]
 
 
 @pytest.mark.parametrize("to", FORMATS, ids=lambda f: f.name)
-def test_rounding_is_lowprecs(jax: Any, every_kind_of_number: Any, to: Any) -> None:
+def test_rounding_is_lowprecs(jax, every_kind_of_number, to):
     from lowprec.jax.rounding import round_to
 
     x = every_kind_of_number
@@ -397,7 +391,7 @@ def test_rounding_is_lowprecs(jax: Any, every_kind_of_number: Any, to: Any) -> N
 
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
-def test_rounding_survives_compilation(jax: Any, every_kind_of_number: Any, mode: str) -> None:
+def test_rounding_survives_compilation(jax, every_kind_of_number, mode):
     """A product with one is the rounded number; subnormal float32 numbers count as zero in XLA's sums on CPUs."""
     x = every_kind_of_number
     if mode == "fp16":  # of a single number, as each row has here, scaling leaves the digits
@@ -415,7 +409,7 @@ def test_rounding_survives_compilation(jax: Any, every_kind_of_number: Any, mode
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if row(MathMode(m)).parts > 1])
-def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
+def test_parts_are_lowprecs(jax, mode):
     """For numbers whose parts are normal numbers, scaled ones included; of infinities the second part is NaN."""
     from lowprec.jax import rounding as in_jax
 
@@ -428,7 +422,7 @@ def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
     with np.errstate(invalid="ignore"):  # Inf - Inf
         true, true_exponents = numpy_products.split(x, x.dtype, found, found.operand_format, count, axis)
 
-    def parts(x: Any) -> Any:
+    def parts(x):
         x, e = in_jax.scaled(x, (1,)) if axis else (x, None)
         return in_jax.split(x, found), e
 
@@ -442,7 +436,7 @@ def test_parts_are_lowprecs(jax: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bf16x3", "fp16_karatsuba"])
-def test_infinities_and_nan_are_those_of_fp32(jax: Any, mode: str) -> None:
+def test_infinities_and_nan_are_those_of_fp32(jax, mode):
     values = np.array([1, 0, -0.0, -2, np.inf, -np.inf, np.nan], np.float32)
     a, b = np.repeat(values, 7).reshape(49, 1), np.tile(values, 7).reshape(49, 1)
     with np.errstate(invalid="ignore"):
@@ -460,15 +454,15 @@ def test_infinities_and_nan_are_those_of_fp32(jax: Any, mode: str) -> None:
 # -- what follows the product ---------------------------------------------------------------------
 
 
-def test_gradients_of_everything_that_follows_the_product(jax: Any) -> None:
+def test_gradients_of_everything_that_follows_the_product(jax):
     a, b = operands((3, 4), (4, 2))
     c, bias = operands((3, 2), (2,))
 
-    def call(a: Any, b: Any, c: Any, bias: Any, alpha: Any, beta: Any) -> Any:
+    def call(a, b, c, bias, alpha, beta):
         out = lowprec.matmul(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation="gelu")
         return (out**2).sum()
 
-    def true(a: Any, b: Any, c: Any, bias: Any, alpha: Any, beta: Any) -> Any:
+    def true(a, b, c, bias, alpha, beta):
         return (jax.nn.gelu(alpha * (a @ b) + beta * c + bias, approximate=True) ** 2).sum()
 
     x = (a, b, c, bias, 0.5, 2.0)
@@ -480,7 +474,7 @@ def test_gradients_of_everything_that_follows_the_product(jax: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_epilogue_is_computed_in_float32_and_rounded_once(jax: Any, dtype: str) -> None:
+def test_the_epilogue_is_computed_in_float32_and_rounded_once(jax, dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b, bias = np.array([[1.0]], kind), np.array([[1.0]], kind), np.array([1e-4], kind)
     found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=bias, alpha=3.0, c=b, beta=-3.0))(a, b)
@@ -489,21 +483,21 @@ def test_the_epilogue_is_computed_in_float32_and_rounded_once(jax: Any, dtype: s
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
-def test_a_complex_factor_of_real_operands_is_refused_where_it_is_traced(jax: Any, name: str) -> None:
+def test_a_complex_factor_of_real_operands_is_refused_where_it_is_traced(jax, name):
     x = np.eye(3, dtype=np.float32)
     with pytest.raises(lowprec.DTypeError, match=f"{name} is complex, but the operands are"):
         jax.jit(lambda x, s: lowprec.matmul(x, x, c=x, **{name: s}))(x, 1j)
 
 
-def test_factors_are_arrays_of_no_axes_in_and_out_of_traces(jax: Any) -> None:
+def test_factors_are_arrays_of_no_axes_in_and_out_of_traces(jax):
     """Also where nothing but the factor is traced."""
     x = jax.numpy.asarray(operands((3, 4), (4, 2), "float32")[0])
     true = np.asarray(x, np.float64) @ np.asarray(x, np.float64).T
 
-    def scaled(s: Any) -> Any:
+    def scaled(s):
         return lowprec.matmul(x, x.T, alpha=s, c=jax.numpy.ones((3, 3), "float32"), beta=2 * s)
 
-    def off(s: float, found: Any) -> Any:
+    def off(s, found):
         return np.abs(np.asarray(found) - (s * true + 2 * s)).max()
 
     # |x_ij| < 4: sums of 4 products below 16, then two factors up to 3 and a sum, each rounded once.
@@ -523,7 +517,7 @@ def test_factors_are_arrays_of_no_axes_in_and_out_of_traces(jax: Any) -> None:
         jax.jit(scaled)(jax.numpy.ones(3))
 
 
-def test_where_jax_refuses_to_add_axes_by_itself(jax: Any) -> None:
+def test_where_jax_refuses_to_add_axes_by_itself(jax):
     a, b = operands((2, 3, 4), (4, 2))
     with jax.numpy_rank_promotion("raise"):
         found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=b[0], c=b[1], beta=2.0))(a, b)
@@ -531,7 +525,7 @@ def test_where_jax_refuses_to_add_axes_by_itself(jax: Any) -> None:
     close(found, a @ b + 2 * b[1] + b[0])
 
 
-def test_c_is_not_read_where_beta_is_zero(jax: Any) -> None:
+def test_c_is_not_read_where_beta_is_zero(jax):
     a, b = operands((3, 4), (4, 2))
     c = np.full((3, 2), np.nan)
     close(jax.jit(lambda a: lowprec.matmul(a, b, c=c, beta=0))(a), a @ b)
@@ -543,17 +537,17 @@ def test_c_is_not_read_where_beta_is_zero(jax: Any) -> None:
 class Counted:
     """A jitted product that counts its traces, and shows the mode that it was traced in."""
 
-    def __init__(self, jax: Any, **keywords: Any) -> None:
+    def __init__(self, jax, **keywords):
         self.traces = 0
         self._jax = jax
 
-        def traced(a: Any) -> Any:
+        def traced(a):
             self.traces += 1
             return lowprec.matmul(a, a, **keywords)
 
         self._call = jax.jit(traced)
 
-    def mode(self) -> str:
+    def mode(self):
         """Return which of four modes it ran in, by what becomes of numbers between those of bfloat16 and TF32."""
         x = np.array([[1 + 2.0**-9 + 2.0**-12]], np.float32)
         found = float(self._call(x)[0, 0])
@@ -561,7 +555,7 @@ class Counted:
         return next((mode for mode, value in known.items() if found == np.float32(value**2)), str(found))
 
 
-def test_a_scope_recompiles_once_and_is_left_again(jax: Any) -> None:
+def test_a_scope_recompiles_once_and_is_left_again(jax):
     f = Counted(jax)
     assert f.mode() == "fp32"
     for _ in range(2):
@@ -575,7 +569,7 @@ def test_a_scope_recompiles_once_and_is_left_again(jax: Any) -> None:
     assert f.traces == 4  # two modes, none, and the guard
 
 
-def test_a_scope_of_the_mode_that_is_there_recompiles_nothing(jax: Any) -> None:
+def test_a_scope_of_the_mode_that_is_there_recompiles_nothing(jax):
     f = Counted(jax)
     assert f.mode() == "fp32"
     with lowprec.math_mode("fp32"):
@@ -583,7 +577,7 @@ def test_a_scope_of_the_mode_that_is_there_recompiles_nothing(jax: Any) -> None:
     assert f.traces == 1
 
 
-def test_the_guard_takes_precedence_over_an_argument_in_compiled_functions(jax: Any) -> None:
+def test_the_guard_takes_precedence_over_an_argument_in_compiled_functions(jax):
     f = Counted(jax, math_mode="bf16")
     assert f.mode() == "bf16"
     with lowprec.fp32_guard():
@@ -592,7 +586,7 @@ def test_the_guard_takes_precedence_over_an_argument_in_compiled_functions(jax: 
     assert f.traces == 2
 
 
-def test_set_math_mode_reaches_compiled_functions_in_every_thread(jax: Any) -> None:
+def test_set_math_mode_reaches_compiled_functions_in_every_thread(jax):
     f = Counted(jax)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(f.mode).result() == f.mode() == "fp32"
@@ -607,9 +601,9 @@ def test_set_math_mode_reaches_compiled_functions_in_every_thread(jax: Any) -> N
         assert pool.submit(f.mode).result() == f.mode() == "fp32"
 
 
-def test_a_scope_in_the_traced_function(jax: Any) -> None:
+def test_a_scope_in_the_traced_function(jax):
     @jax.jit
-    def f(x: Any) -> Any:
+    def f(x):
         with lowprec.math_mode("bf16"):
             inner = lowprec.matmul(x, x)
         return inner, lowprec.matmul(x, x)
@@ -618,7 +612,7 @@ def test_a_scope_in_the_traced_function(jax: Any) -> None:
     assert [float(y[0, 0]) for y in f(x)] == [1.0, np.float32(float(x[0, 0]) ** 2)]
 
 
-def test_the_environment_is_seen_where_it_is_read_again(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_seen_where_it_is_read_again(jax, monkeypatch):
     f = Counted(jax)
     assert f.mode() == "fp32"
     try:
@@ -637,7 +631,7 @@ def test_the_environment_is_seen_where_it_is_read_again(jax: Any, monkeypatch: p
         assert f.mode() == "tf32"
 
 
-def test_a_scope_that_jax_could_not_see_is_refused_once(jax: Any) -> None:
+def test_a_scope_that_jax_could_not_see_is_refused_once(jax):
     with lowprec.math_mode("bf16"):
         carried = contextvars.copy_context()
     with ThreadPoolExecutor(1) as pool:
@@ -648,33 +642,33 @@ def test_a_scope_that_jax_could_not_see_is_refused_once(jax: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, interrupts.Late])
-def test_an_interrupt_leaves_no_mode_with_jax(jax: Any, error: type[BaseException]) -> None:
+def test_an_interrupt_leaves_no_mode_with_jax(jax, error):
     from lowprec.jax import current_mode
 
     outside = current_mode._context.value
 
-    def action() -> None:
+    def action():
         with lowprec.math_mode("bf16"), lowprec.fp32_guard(frameworks=False):
             pass
 
-    def check() -> None:
+    def check():
         assert current_mode._context.value == outside == current_mode._modes()
 
     assert interrupts.count(action, check, error) > 50
 
 
 @pytest.fixture
-def modes_of(jax: Any) -> Iterator[Any]:
-    def found(f: Any, *x: Any) -> list[str]:
+def modes_of(jax):
+    def found(f, *x):
         return [str(e.params["mode"]) for e in jax.make_jaxpr(f)(*x).eqns if "lowprec" in str(e.primitive)]
 
     return found
 
 
-def test_backward_mode(jax: Any, modes_of: Any) -> None:
+def test_backward_mode(jax, modes_of):
     a, b = operands((3, 4), (4, 2), "float32")
 
-    def loss(**keywords: Any) -> Any:
+    def loss(**keywords):
         return jax.grad(lambda a, b: (lowprec.jax.matmul(a, b, **keywords) ** 2).sum(), (0, 1))
 
     assert modes_of(loss(math_mode="bf16"), a, b) == ["bf16"] * 3
@@ -696,7 +690,7 @@ def test_backward_mode(jax: Any, modes_of: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
+def test_requests_to_a_gpu(jax, mode):
     a, b = operands((3, 4), (4, 2), "float32")
     made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"])(a, b)
     dots = [line for line in made.mlir_module().splitlines() if "stablehlo.dot_general" in line]
@@ -735,7 +729,7 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
         (np.ma.ones((2, 2)), lowprec.ArrayError, "MaskedArray is not accepted"),
     ],
 )
-def test_unsupported_constants(jax: Any, b: Any, error: type[Exception], match: str) -> None:
+def test_unsupported_constants(jax, b, error, match):
     x = jax.numpy.ones((2, 2), "float32")
     with pytest.raises(error, match=match):
         jax.jit(lambda x: lowprec.matmul(x, b))(x)
@@ -743,12 +737,12 @@ def test_unsupported_constants(jax: Any, b: Any, error: type[Exception], match: 
         lowprec.jax.matmul(x, b)
 
 
-def test_constants_in_the_other_byte_order(jax: Any) -> None:
+def test_constants_in_the_other_byte_order(jax):
     a, b = operands((3, 4), (4, 2))
     close(jax.jit(lambda a: lowprec.matmul(a, b.astype(">f8")))(a), a @ b)
 
 
-def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: Any) -> None:
+def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax):
     x = np.eye(3, dtype=np.float32)
     with pytest.raises(lowprec.ArrayError, match=r"b: expected an array .*, got list"):
         jax.jit(lambda x: lowprec.jax.matmul(x, [[1.0]]))(x)
@@ -758,7 +752,7 @@ def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: An
         f.mode()
 
 
-def test_without_64_bit_types(jax: Any) -> None:
+def test_without_64_bit_types(jax):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((9, 999), np.float32), rng.standard_normal((999, 7), np.float32)
     true = a.astype(float) @ b
@@ -782,7 +776,7 @@ def test_without_64_bit_types(jax: Any) -> None:
 @pytest.mark.parametrize("value", [2, 2.0, 2j])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64"])
 @pytest.mark.sampled(3)
-def test_weak_types_follow_jax(jax: Any, dtype: str, value: Any) -> None:
+def test_weak_types_follow_jax(jax, dtype, value):
     strong, weak = jax.numpy.ones((3, 4), dtype), jax.numpy.full((4, 5), value)
     common = jax.numpy.result_type(strong, weak)  # jnp.matmul itself fails for a weak complex128
     true = jax.numpy.matmul(strong.astype(common), weak.astype(common))
@@ -798,7 +792,7 @@ def test_weak_types_follow_jax(jax: Any, dtype: str, value: Any) -> None:
         assert multiply(strong, weak, bias=addend).dtype == true.dtype
 
 
-def test_jet(jax: Any) -> None:
+def test_jet(jax):
     """The Taylor coefficients are those of jax.numpy's product, in exact arithmetic of small integers."""
     from jax.experimental import jet
 
@@ -811,7 +805,7 @@ def test_jet(jax: Any) -> None:
         np.testing.assert_array_equal(mine, true)
 
 
-def test_sums_of_fp64_reach_the_bias_in_float64(jax: Any) -> None:
+def test_sums_of_fp64_reach_the_bias_in_float64(jax):
     a, b = np.full((1, 2), 2.0**12, np.float32), np.full((2, 1), 2.0**12, np.float32)
     bias = np.full(1, 3, np.float32)
     with jax.enable_x64(True):

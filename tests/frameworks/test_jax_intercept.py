@@ -1,10 +1,6 @@
 """Products of JAX programs that do not use lowprec."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ import lowprec
 #: Rounds to 1 in bfloat16.
 ABOVE = 1 + 2.0**-9
 
-ROUTES: dict[str, Callable[[Any, Any], Any]] = {
+ROUTES = {
     "matmul": lambda jax, x: x @ x,
     "einsum": lambda jax, x: jax.numpy.einsum("ij,jk->ik", x, x),
     "lax.dot": lambda jax, x: jax.lax.dot(x, x),
@@ -30,14 +26,14 @@ ROUTES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.fixture
-def intercept(jax: Any) -> Any:
+def intercept(jax):
     import lowprec.jax
 
     return lowprec.jax.intercept
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_a_product_is_taken_and_restored(jax: Any, intercept: Any, name: str) -> None:
+def test_a_product_is_taken_and_restored(jax, intercept, name):
     call, x = ROUTES[name], jax.numpy.full((4, 4), ABOVE, "float32")
     full = call(jax, x)
     with intercept("bf16") as seen:
@@ -50,7 +46,7 @@ def test_a_product_is_taken_and_restored(jax: Any, intercept: Any, name: str) ->
     assert {p.mode for p in seen.report().taken} <= {"bf16", "fp32"}
 
 
-def test_a_compiled_function_follows_scopes(jax: Any, intercept: Any) -> None:
+def test_a_compiled_function_follows_scopes(jax, intercept):
     x, found = jax.numpy.full((4, 4), ABOVE, "float32"), []
     product = jax.jit(lambda a: (a @ a)[0, 0])
     assert product(x) > 4
@@ -74,7 +70,7 @@ def test_a_compiled_function_follows_scopes(jax: Any, intercept: Any) -> None:
     inner.__exit__(None, None, None)
 
 
-def test_products_that_are_not_taken_are_reported(jax: Any, intercept: Any) -> None:
+def test_products_that_are_not_taken_are_reported(jax, intercept):
     x = jax.numpy.full((6, 6), ABOVE, "float32")
     with intercept("tf32x3") as seen:
         jax.lax.conv(x[None, None], x[None, None], (1, 1), "SAME")
@@ -91,7 +87,7 @@ def test_products_that_are_not_taken_are_reported(jax: Any, intercept: Any) -> N
         intercept("bf17")
 
 
-def test_the_default_precision_of_jax_is_overridden(jax: Any, intercept: Any) -> None:
+def test_the_default_precision_of_jax_is_overridden(jax, intercept):
     x = jax.numpy.full((4, 4), ABOVE, "float32")
     for default in ("highest", "bfloat16"):
         with jax.default_matmul_precision(default), intercept("bf16"):

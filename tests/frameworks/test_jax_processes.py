@@ -1,7 +1,5 @@
 """The product inside JAX, in processes of their own: several devices, no 64-bit types, modes from the environment."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.programs import run_python
@@ -9,7 +7,7 @@ from support.programs import run_python
 pytestmark = pytest.mark.usefixtures("jax")
 
 
-def run(code: str, **variables: str) -> None:
+def run(code, **variables):
     run_python(code, warn="error", **variables)
 
 
@@ -116,17 +114,17 @@ for mode in ("fp16x3",):
 FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 
-def test_arrays_spread_over_devices() -> None:
+def test_arrays_spread_over_devices():
     run(PARTITIONED, **FOUR_DEVICES)
 
 
 @pytest.mark.sweep
-def test_shard_map() -> None:
+def test_shard_map():
     run(MANUAL, **FOUR_DEVICES)
 
 
 @pytest.mark.sweep
-def test_explicit_shardings() -> None:
+def test_explicit_shardings():
     run(EXPLICIT, **FOUR_DEVICES)
 
 
@@ -142,7 +140,7 @@ BF16, FP32 = 1.0, float(np.float32(float(x[0, 0]) ** 2))
 """
 
 
-def test_the_first_product_in_a_scope_is_in_its_mode_and_an_older_jax_is_refused() -> None:
+def test_the_first_product_in_a_scope_is_in_its_mode_and_an_older_jax_is_refused():
     """``lowprec.jax`` is imported in the middle of the first trace, which must not be used again."""
     run(
         FIRST_USE
@@ -166,12 +164,12 @@ assert len(traces) <= 3
     )
 
 
-def test_the_mode_of_the_environment() -> None:
+def test_the_mode_of_the_environment():
     run(FIRST_USE + "assert float(f(x)[0, 0]) == BF16 and float(f(x)[0, 0]) == BF16\n", LOWPREC_MATH_MODE="bf16")
 
 
 @pytest.mark.sweep
-def test_eight_threads() -> None:
+def test_eight_threads():
     run(
         FIRST_USE
         + """

@@ -1,12 +1,9 @@
 """``lowprec.linalg`` over every array library: the library's functions, the guard around them, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import lowprec
-from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
+from frameworks.backends import Backend, DLPackOnly
 from lowprec import linalg
 from support import oracles
 from support.cpu_units import imitated_units, medium_lowers
@@ -25,7 +22,7 @@ from support.programs import run_python
 Array = NDArray[Any]
 
 #: By function: the further arguments of a call with one or two matrices.
-FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
+FUNCTIONS = {
     "cholesky": (1, ()), "det": (1, ()), "eigh": (1, ()), "inv": (1, ()), "lstsq": (2, ()), "matrix_power": (1, (3,)),
     "matrix_rank": (1, ()), "norm": (1, ()), "pinv": (1, ()), "qr": (1, ("complete",)), "slogdet": (1, ()),
     "solve": (2, ()), "svd": (1, ()), "tensorinv": (1, (1,)),
@@ -34,14 +31,14 @@ FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
 MODULES = {"numpy": "numpy.linalg", "torch": "torch.linalg", "jax": "jax.numpy.linalg", "dlpack_only": "numpy.linalg"}
 
 
-def make(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> Array:
+def make(rng, *shape, dtype="float32"):
     return oracles.random_matrix(rng, shape, dtype)
 
 
 wide = oracles.widen
 
 
-def accept(xp: ArrayNamespace, result: Any, shape: tuple[int, ...], dtype: str) -> Array:
+def accept(xp, result, shape, dtype):
     """Check library, shape and dtype of a result; return its elements in float64 or complex128."""
     assert isinstance(result, xp.result_type)
     elements = xp.to_numpy(result)
@@ -52,14 +49,14 @@ def accept(xp: ArrayNamespace, result: Any, shape: tuple[int, ...], dtype: str) 
 # -- solve ----------------------------------------------------------------------------------------
 
 
-def test_only_a_vector_is_a_vector(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+def test_only_a_vector_is_a_vector(xp, rng):
     # For these shapes torch.linalg.solve takes three vectors, the Array API one matrix.
     a, b = make(rng, 3, 3, 3), make(rng, 3, 3)
     x = accept(xp, linalg.solve(xp.asarray(a), xp.asarray(b)), (3, 3, 3), "float32")
     np.testing.assert_allclose(wide(a) @ x, np.broadcast_to(wide(b), a.shape), atol=1e-4)
 
 
-def test_mixed_types_are_solved_in_the_wider(xp: ArrayNamespace) -> None:
+def test_mixed_types_are_solved_in_the_wider(xp):
     a, b = operands("solve")
     accept(xp, linalg.solve(xp.asarray(a.astype("float64")), xp.asarray(b)), b.shape, "float64")
     accept(xp, linalg.solve(xp.asarray(a), xp.asarray(b.astype("complex64"))), b.shape, "complex64")
@@ -68,23 +65,21 @@ def test_mixed_types_are_solved_in_the_wider(xp: ArrayNamespace) -> None:
 # -- functions of the library ---------------------------------------------------------------------
 
 
-def operands(function: str, dtype: str = "float32") -> tuple[Array, ...]:
+def operands(function, dtype="float32"):
     """Well conditioned, positive definite matrices."""
     return ((np.eye(4) * 3 + 0.5).astype(dtype),) * FUNCTIONS[function][0]
 
 
-def call(function: str, xp: ArrayNamespace, arrays: tuple[Array, ...]) -> Any:
+def call(function, xp, arrays):
     return getattr(linalg, function)(*map(xp.asarray, arrays), *FUNCTIONS[function][1])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_library_is_called_inside_the_guard_and_its_result_returned(
-    function: str, xp: ArrayNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_is_called_inside_the_guard_and_its_result_returned(function, xp, monkeypatch):
     module, seen, results = importlib.import_module(MODULES[xp.name]), [], []
-    original: Callable[..., Any] = getattr(module, function)
+    original = getattr(module, function)
 
-    def spy(*args: Any, **keywords: Any) -> Any:
+    def spy(*args, **keywords):
         seen.append(str(lowprec.get_math_mode()))
         results.append(original(*args, **keywords))
         return results[-1]
@@ -104,7 +99,7 @@ def test_the_library_is_called_inside_the_guard_and_its_result_returned(
         np.testing.assert_array_equal(np.asarray(got), want)
 
 
-def test_arguments_are_passed_as_they_are(xp: ArrayNamespace) -> None:
+def test_arguments_are_passed_as_they_are(xp):
     a = np.diag([4.0, 3.0, 1.0]).astype("float32")
     x = xp.asarray(a)
     assert int(xp.to_numpy(linalg.matrix_rank(x, rtol=0.5))) == (3 if xp.name == "jax" else 2)  # JAX's is absolute
@@ -115,7 +110,7 @@ def test_arguments_are_passed_as_they_are(xp: ArrayNamespace) -> None:
 
 
 @pytest.mark.parametrize("function", ["expm", "cdist", "sqrtm", "lu_factor"])
-def test_functions_of_other_modules(function: str, xp: ArrayNamespace) -> None:
+def test_functions_of_other_modules(function, xp):
     if xp.name in ("numpy", "dlpack_only"):
         pytest.importorskip("scipy", reason="scipy is not installed")
     a = operands("inv")[0]
@@ -135,25 +130,25 @@ def test_functions_of_other_modules(function: str, xp: ArrayNamespace) -> None:
         np.testing.assert_allclose(np.triu(xp.to_numpy(found[0]))[0], a[0])
 
 
-def test_pivots_are_integers(torch: Any) -> None:
+def test_pivots_are_integers(torch):
     a = torch.eye(3) * 2
     x = linalg.lu_solve(*linalg.lu_factor(a), torch.ones(3, 1))
     np.testing.assert_array_equal(x.numpy(), np.full((3, 1), 0.5))
 
 
-def test_a_function_is_one_object_that_can_be_pickled() -> None:
+def test_a_function_is_one_object_that_can_be_pickled():
     assert linalg.inv is linalg.inv
     assert pickle.loads(pickle.dumps(linalg.inv)) is linalg.inv
     assert (linalg.inv.__name__, linalg.inv.__module__) == ("inv", "lowprec.linalg")
 
 
-def test_names_are_those_of_the_loaded_libraries(torch: Any) -> None:
+def test_names_are_those_of_the_loaded_libraries(torch):
     assert {"SolveReport", "solve", "expm", "cdist", "inv", "multi_dot", "ldl_factor"} <= set(dir(linalg))
     assert not {"LinAlgError", "test", "annotations", "functions"} & set(dir(linalg))
 
 
 @pytest.mark.parametrize(("name", "close"), [("invv", "inv"), ("slove", "solve"), ("LinAlgError", "")])
-def test_a_misspelt_name_is_an_error(name: str, close: str) -> None:
+def test_a_misspelt_name_is_an_error(name, close):
     text = (
         rf"no loaded library has a function {name!r} of linear algebra{'; names close to it: .*' * bool(close)}{close}"
     )
@@ -164,14 +159,14 @@ def test_a_misspelt_name_is_an_error(name: str, close: str) -> None:
 
 
 @pytest.mark.parametrize("xp", [Backend.NUMPY, Backend.DLPACK_ONLY], indirect=True)
-def test_views_are_read_as_they_are(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+def test_views_are_read_as_they_are(xp, rng):
     base = make(rng, 8, 8)
     for view in (base.T, base[::-1], base[::2, ::2], base[:, ::-1]):
         found = xp.to_numpy(linalg.det(xp.asarray(view)))
         np.testing.assert_array_equal(found, np.linalg.det(view))
 
 
-def test_a_result_for_dlpack_is_an_operand_again() -> None:
+def test_a_result_for_dlpack_is_an_operand_again():
     a = DLPackOnly(np.eye(3, dtype=np.float32) * 2)
     x = linalg.solve(a, linalg.inv(a))
     assert isinstance(x, lowprec.DLPackArray)
@@ -183,7 +178,7 @@ def test_a_result_for_dlpack_is_an_operand_again() -> None:
 
 
 @pytest.fixture
-def medium(torch: Any) -> Iterator[Any]:
+def medium(torch):
     """torch in a process that asks for bfloat16 products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
@@ -201,7 +196,7 @@ AFFECTED = {
 
 @pytest.mark.parametrize("units", ["of this machine", "imitated"])
 @pytest.mark.parametrize("function", AFFECTED)
-def test_torch_computes_in_full_fp32(function: str, units: str, medium: Any, rng: np.random.Generator) -> None:
+def test_torch_computes_in_full_fp32(function, units, medium, rng):
     a = medium.tensor(make(rng, 128, 128) / 12)
     arguments = {"cdist": (a,), "matrix_power": (5,)}.get(function, ())
     with imitated_units(medium) if units == "imitated" else contextlib.nullcontext():
@@ -216,18 +211,17 @@ def test_torch_computes_in_full_fp32(function: str, units: str, medium: Any, rng
         assert float(medium.linalg.norm(lowered - full) / medium.linalg.norm(full)) > 1e-4
 
 
-def test_torch_records_gradients(torch: Any) -> None:
+def test_torch_records_gradients(torch):
     a = (torch.eye(3, dtype=torch.float64) * 2).requires_grad_()
     linalg.det(a).backward()
     np.testing.assert_allclose(a.grad.numpy(), 4 * np.eye(3), atol=1e-15)
 
 
-def test_jax_compiles_at_the_highest_precision(jax: Any) -> None:
+def test_jax_compiles_at_the_highest_precision(jax):
     a = jax.numpy.eye(4, dtype="float32")
 
-    def program() -> str:
-        text: str = jax.jit(linalg.matrix_power, static_argnums=1).lower(a, 3).as_text()
-        return text
+    def program():
+        return jax.jit(linalg.matrix_power, static_argnums=1).lower(a, 3).as_text()
 
     with jax.default_matmul_precision("bfloat16"):
         unguarded = jax.jit(lambda x: x @ x).lower(a).as_text()
@@ -237,7 +231,7 @@ def test_jax_compiles_at_the_highest_precision(jax: Any) -> None:
         assert jax.config.jax_default_matmul_precision == "bfloat16"
 
 
-def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
+def test_jax_transforms_take_it(jax, rng):
     a, b = make(rng, 3, 5, 2), make(rng, 3, 5)
     found, *_ = jax.jit(jax.vmap(linalg.lstsq))(jax.numpy.array(a), jax.numpy.array(b))
     want = np.stack([np.linalg.lstsq(wide(x), wide(y))[0] for x, y in zip(a, b, strict=True)])
@@ -246,7 +240,7 @@ def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(gradient, 4 * np.eye(3), rtol=1e-6)
 
 
-def test_scipy_is_imported_for_its_functions_only() -> None:
+def test_scipy_is_imported_for_its_functions_only():
     code = """
         import sys
         import numpy as np
@@ -264,7 +258,7 @@ def test_scipy_is_imported_for_its_functions_only() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("function", ["solve", "lstsq", "inv", "norm"])
 @pytest.mark.sampled(3)
-def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) -> None:
+def test_other_types_are_refused(function, dtype, xp):
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     name = "a" if function == "solve" else "an array"
     with pytest.raises(lowprec.DTypeError, match=rf"^{function} takes float32, .*, and {name} is {dtype}; convert"):
@@ -276,7 +270,7 @@ def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) 
 
 
 @pytest.mark.parametrize("function", ["solve", "lstsq"])
-def test_two_libraries_are_refused(function: str, xp: ArrayNamespace, other_xp: ArrayNamespace) -> None:
+def test_two_libraries_are_refused(function, xp, other_xp):
     if xp.name == other_xp.name:
         return
     a, b = operands(function)
@@ -285,7 +279,7 @@ def test_two_libraries_are_refused(function: str, xp: ArrayNamespace, other_xp: 
         getattr(linalg, function)(xp.asarray(a), other_xp.asarray(b))
 
 
-def test_objects_that_are_no_arrays_are_refused() -> None:
+def test_objects_that_are_no_arrays_are_refused():
     for wrong, text in ([[1.0]], "list; wrap it with numpy"), (3, "int"), (None, "None"):
         with pytest.raises(lowprec.ArrayError, match=f"got {text}"):
             linalg.inv(wrong)
@@ -296,7 +290,7 @@ def test_objects_that_are_no_arrays_are_refused() -> None:
 
 
 @pytest.mark.parametrize("function", ["expm", "cdist"])
-def test_without_scipy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scipy(function, monkeypatch):
     for name in [n for n in sys.modules if n.partition(".")[0] == "scipy"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "scipy", None)
@@ -311,34 +305,34 @@ def test_without_scipy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class OnDevice(np.ndarray):
     """A substitute for a CuPy array."""
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, 0)
 
 
 class OnlyOnDevice:
     """CUDA memory of a library that is known only by DLPack."""
 
-    def __init__(self, memory: Array) -> None:
+    def __init__(self, memory):
         self.memory = memory
 
-    def __dlpack__(self, **keywords: Any) -> object:
+    def __dlpack__(self, **keywords):
         raise AssertionError("memory of a GPU is exported to a library of the GPU only")
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, 0)
 
 
-def to_device(x: Any) -> Any:
+def to_device(x):
     return x.view(OnDevice) if isinstance(x, np.ndarray) else np.asarray(x).view(OnDevice)
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def cupy(monkeypatch):
     """A substitute for CuPy, whose functions NumPy computes."""
     module, functions = ModuleType("cupy"), ModuleType("cupy.linalg")
 
-    def function_of(name: str) -> Callable[..., Any]:
-        def compute(*arrays: Any) -> Any:
+    def function_of(name):
+        def compute(*arrays):
             assert all(isinstance(x, OnDevice) for x in arrays), "an array of CuPy"
             result = getattr(np.linalg, name)(*map(np.asarray, arrays))
             return tuple(map(to_device, result)) if isinstance(result, tuple) else to_device(result)
@@ -359,7 +353,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.usefixtures("cupy")
 @pytest.mark.parametrize("function", ["inv", "slogdet", "solve"])
-def test_cupys_functions_are_called(function: str) -> None:
+def test_cupys_functions_are_called(function):
     arrays = operands(function)
     for wrap in (to_device, OnlyOnDevice):
         result, want = getattr(linalg, function)(*map(wrap, arrays)), getattr(linalg, function)(*arrays)
@@ -370,12 +364,12 @@ def test_cupys_functions_are_called(function: str) -> None:
 
 
 @pytest.mark.usefixtures("cupy")
-def test_functions_missing_from_cupy() -> None:
+def test_functions_missing_from_cupy():
     with pytest.raises(lowprec.UnsupportedError, match=r"cupy 14.* expm \(cupy\.linalg\.expm or .*; cupyx is not"):
         linalg.expm(to_device(np.eye(3)))
 
 
-def test_cuda_memory_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_memory_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(lowprec.UnsupportedError, match=r"DLPack arrays on cuda:0: .*import cupy"):
         linalg.inv(OnlyOnDevice(np.eye(2)))

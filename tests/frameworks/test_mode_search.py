@@ -1,12 +1,8 @@
 """The cheapest mode of each layer: a value for ``intercept`` and for ``lowprec run``, within the tolerance."""
 
-from __future__ import annotations
-
 import io
 import sys
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from lowprec.errors import ModeError, UnsupportedError
 pytestmark = pytest.mark.usefixtures("torch")
 
 
-def model(torch: Any) -> tuple[Any, Any]:
+def model(torch):
     """Return three layers of which the last one alone changes in bfloat16, and a batch."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(3)]
@@ -26,7 +22,7 @@ def model(torch: Any) -> tuple[Any, Any]:
     return torch.nn.Sequential(*layers), torch.ones(4, 16)
 
 
-def test_the_sensitive_layer_has_the_better_mode(torch: Any) -> None:
+def test_the_sensitive_layer_has_the_better_mode(torch):
     import lowprec.torch as lt
 
     net, x = model(torch)
@@ -45,14 +41,14 @@ def test_the_sensitive_layer_has_the_better_mode(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("rtol", [1e-2, 1e-3, 3e-4, 1e-6])
-def test_the_change_is_within_the_tolerance(torch: Any, rtol: float) -> None:
+def test_the_change_is_within_the_tolerance(torch, rtol):
     import lowprec.torch as lt
 
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.5)
     x = torch.randn(2, 4, 16)
 
-    def run() -> list[Any]:
+    def run():
         layer.zero_grad()
         y = layer(x)  # with dropout, whose random numbers are the same in each call
         y.square().mean().backward()
@@ -67,7 +63,7 @@ def test_the_change_is_within_the_tolerance(torch: Any, rtol: float) -> None:
     assert all(costs[lower[name]] <= costs[found[name]] for name in found)
 
 
-def test_no_cheaper_choice_of_two_layers_fits(torch: Any) -> None:
+def test_no_cheaper_choice_of_two_layers_fits(torch):
     """The search is compared with all choices."""
     import lowprec.torch as lt
 
@@ -84,13 +80,13 @@ def test_no_cheaper_choice_of_two_layers_fits(torch: Any) -> None:
             assert change > rtol or modes.index(a) + modes.index(b) >= cost, (rtol, a, b)
 
 
-def test_changes_that_add_up_are_corrected_by_the_measured_one() -> None:
+def test_changes_that_add_up_are_corrected_by_the_measured_one():
     """Four layers are expected to change the result by 2, and change it by 4."""
     from lowprec.torch.mode_search import _choose
 
     measured = []
 
-    def measure(chosen: Any) -> float:
+    def measure(chosen):
         measured.append(sum((1.0, 0.1, 0.0)[i] for i in chosen.values()))
         return measured[-1]
 
@@ -99,7 +95,7 @@ def test_changes_that_add_up_are_corrected_by_the_measured_one() -> None:
     assert measured == [4.0, change] == [4.0, pytest.approx(1.3)]
 
 
-def test_saved_modes_are_read_by_lowprec_run(torch: Any, tmp_path: Path) -> None:
+def test_saved_modes_are_read_by_lowprec_run(torch, tmp_path):
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     import lowprec.torch as lt
     from lowprec.cli.commands.run import layers
@@ -116,14 +112,14 @@ def test_saved_modes_are_read_by_lowprec_run(torch: Any, tmp_path: Path) -> None
     assert {p.layer: p.mode for p in seen.report().taken} == {"a[0]": "bf16", "": "bf16"}
 
 
-def test_refusals(torch: Any) -> None:
+def test_refusals(torch):
     import lowprec.torch as lt
 
     net, x = model(torch)
     with pytest.raises(UnsupportedError, match="rtol must be positive, got 0"):
         lt.search_modes(lambda: net(x), rtol=0)
     with pytest.raises(ModeError, match="not a math mode"):
-        lt.search_modes(lambda: net(x), rtol=1, modes=["bf17"])  # type: ignore[list-item]
+        lt.search_modes(lambda: net(x), rtol=1, modes=["bf17"])
     with pytest.raises(UnsupportedError, match="no product that a mode acts on"):
         lt.search_modes(lambda: x + 1, rtol=1)
     with pytest.raises(UnsupportedError, match="zero or not finite"):
@@ -133,11 +129,11 @@ def test_refusals(torch: Any) -> None:
         lt.search_modes(lambda: net(x) * (1 + next(results)), rtol=0.1)
 
 
-def test_a_terminal_shows_the_progress(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_progress(torch, monkeypatch):
     import lowprec.torch as lt
 
     class Terminal(io.StringIO):
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
     terminal = Terminal()

@@ -1,13 +1,9 @@
 """Products of NumPy programs that do not use lowprec."""
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ TYPES = (np.float32, np.float64, np.complex64, np.complex128)
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> Any:
+def _restored():
     before = np.dot, np.einsum, np.vdot
     yield
     assert (np.dot, np.einsum, np.vdot) == before
@@ -36,17 +32,17 @@ def _restored() -> Any:
         assert now.value == own.value
 
 
-def draw(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
+def draw(*shape, dtype=np.float32, seed=0):
     x = np.random.default_rng(seed).standard_normal((2, *shape))
     return (x[0] + 1j * x[1] if np.dtype(dtype).kind == "c" else x[0]).astype(dtype)
 
 
-def stacked(x: Any, n: int = 2) -> Any:
+def stacked(x, n=2):
     return np.stack([x * (i + 1) for i in range(n)])
 
 
 #: Functions of a (6, 8), b (8, 5).
-ROUTES: dict[str, Callable[[Any, Any], Any]] = {
+ROUTES = {
     "@": lambda a, b: a @ b,
     "batch": lambda a, b: stacked(a) @ b,
     "batches": lambda a, b: np.matmul(stacked(a)[:, None], stacked(b, 3)),
@@ -78,10 +74,10 @@ ROUTES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ROUTES)
-def test_a_product_is_taken(name: str, dtype: Any) -> None:
+def test_a_product_is_taken(name, dtype):
     if name in ("matvec", "vecmat") and not hasattr(np, name):
         pytest.skip("since NumPy 2.2")
-    if name == "einsum, batched" and not hasattr(np._core.einsumfunc, "bmm_einsum"):  # type: ignore[attr-defined]
+    if name == "einsum, batched" and not hasattr(np._core.einsumfunc, "bmm_einsum"):
         pytest.skip("older versions of NumPy sum batched products without matmul, which the report shows")
     a, b = draw(6, 8, dtype=dtype), draw(8, 5, dtype=dtype, seed=1)
     call, wide = ROUTES[name], np.result_type(dtype, np.float64)
@@ -103,7 +99,7 @@ def test_a_product_is_taken(name: str, dtype: Any) -> None:
     assert np.array_equal(call(a, b), plain)
 
 
-def test_float64_is_cast_only_on_request() -> None:
+def test_float64_is_cast_only_on_request():
     x = draw(4, 4, dtype=np.float64)
     with ln.intercept("bf16") as seen:
         assert np.array_equal(x @ x, x.copy() @ x)
@@ -114,7 +110,7 @@ def test_float64_is_cast_only_on_request() -> None:
     assert [(p.mode, p.count) for p in seen.report().taken] == [("fp64_emulated", 1)]
 
 
-def test_float64_is_rounded_once() -> None:
+def test_float64_is_rounded_once():
     """Half a unit of bfloat16 and a bit that float32 lacks: rounding to float32 first gives a tie, and 1."""
     x = np.array([[1 + 2.0**-8 + 2.0**-40]])
     one = np.ones((1, 1))
@@ -127,7 +123,7 @@ def test_float64_is_rounded_once() -> None:
         assert float((x @ one)[0, 0]) == np.float32(x[0, 0])
 
 
-def test_the_guard_takes_precedence_and_products_of_lowprec_are_its_own() -> None:
+def test_the_guard_takes_precedence_and_products_of_lowprec_are_its_own():
     x = np.full((4, 4), 1 + 2.0**-9, np.float32)
     with ln.intercept("bf16") as seen:
         with lowprec.fp32_guard(frameworks=False):
@@ -136,11 +132,11 @@ def test_the_guard_takes_precedence_and_products_of_lowprec_are_its_own() -> Non
     assert [(p.operator, p.mode, p.count) for p in seen.report().taken] == [("matmul", "fp32", 1)]
 
 
-def test_threads_have_their_scopes() -> None:
+def test_threads_have_their_scopes():
     x = np.full((4, 4), 1 + 2.0**-9, np.float32)
     found = {}
 
-    def other() -> None:
+    def other():
         found["outside"] = (x @ x)[0, 0], np.dot(x, x)[0, 0]
         with ln.intercept("bf16"):
             found["inside"] = (x @ x)[0, 0], np.dot(x, x)[0, 0]
@@ -154,7 +150,7 @@ def test_threads_have_their_scopes() -> None:
     assert found["inside"] == (4, 4)
 
 
-def test_unreached_functions_are_reported() -> None:
+def test_unreached_functions_are_reported():
     x = draw(4, 4)
     with ln.intercept("bf16") as seen:
         x.dot(x)
@@ -166,7 +162,7 @@ def test_unreached_functions_are_reported() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_errors_and_other_arrays_are_numpys() -> None:
+def test_errors_and_other_arrays_are_numpys():
     x = draw(4, 4)
     with ln.intercept("bf16"):
         for call in (np.matmul, np.dot, np.inner):
@@ -178,14 +174,14 @@ def test_errors_and_other_arrays_are_numpys() -> None:
         assert np.dot(x[:0], x).shape == (0, 4)
 
 
-def test_functions_are_pickled_by_their_names() -> None:
+def test_functions_are_pickled_by_their_names():
     with ln.intercept("bf16"):
         pickles = [pickle.dumps(f) for f in (np.dot, dot_before, np.einsum, np.sum, len, [1].append)]
     assert [pickle.loads(p) for p in pickles[:5]] == [np.dot, np.dot, np.einsum, np.sum, len]
 
 
 @posix
-def test_an_exception_of_a_signal_handler_is_raised_after_the_product() -> None:
+def test_an_exception_of_a_signal_handler_is_raised_after_the_product():
     printed = run_python("""
         import time
         import numpy as np
@@ -210,14 +206,14 @@ def test_an_exception_of_a_signal_handler_is_raised_after_the_product() -> None:
     assert printed == "raised True 4.0"
 
 
-def test_an_interrupt_at_any_step_leaves_numpy_usable() -> None:
+def test_an_interrupt_at_any_step_leaves_numpy_usable():
     x = np.full((4, 4), 1 + 2.0**-9, np.float32)
 
-    def block() -> None:
+    def block():
         with ln.intercept("bf16"):
             pass
 
-    def check() -> None:
+    def check():
         for entry in ln.intercept._stack.get():
             entry.close()
         assert min((x @ x)[0, 0], np.dot(x, x)[0, 0]) > 4
@@ -234,13 +230,13 @@ def test_an_interrupt_at_any_step_leaves_numpy_usable() -> None:
         ln.intercept("fp32")._release(holder)
 
 
-def test_a_fork_while_other_threads_enter_blocks() -> None:
+def test_a_fork_while_other_threads_enter_blocks():
     """The hook of a fork iterates over the scopes to which the other threads add theirs."""
     from lowprec.core import interception
 
     end, before = threading.Event(), sys.getswitchinterval()
 
-    def enter() -> None:
+    def enter():
         while not end.is_set():
             for scope in [ln.intercept("bf16") for _ in range(200)]:
                 with scope:
@@ -260,7 +256,7 @@ def test_a_fork_while_other_threads_enter_blocks() -> None:
             thread.join()
 
 
-def test_the_products_of_lowprec_are_not_taken() -> None:
+def test_the_products_of_lowprec_are_not_taken():
     x = np.full((64, 64), 1 + 2.0**-12)
     plain, y = x @ x, x.astype(np.float32)
     with ln.intercept("bf16", cast=True) as seen:
@@ -270,7 +266,7 @@ def test_the_products_of_lowprec_are_not_taken() -> None:
     assert not seen.report().products
 
 
-def test_callers_are_the_layers() -> None:
+def test_callers_are_the_layers():
     x = draw(4, 4)
     with ln.intercept("bf16") as seen:
         x @ x

@@ -5,11 +5,7 @@ the element types restricted to those that both libraries have. Tests that canno
 ``EXCLUDED`` with its reason, and have to fail.
 """
 
-from __future__ import annotations
-
 import types
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +30,11 @@ EXCLUDED = {
 class Calls:
     """``numpy.matmul`` as NumPy's tests call it: ``out`` by position, and a few steps with bool on the side."""
 
-    def __init__(self, *, accept_bool: bool) -> None:
+    def __init__(self, *, accept_bool):
         self.count = 0
         self._accept_bool = accept_bool
 
-    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+    def matmul(self, a, b, out=None):
         if self._accept_bool and a.dtype == b.dtype == bool:
             return np.matmul(a, b, out=out)
         result = lowprec.matmul(a, b, out=out)
@@ -49,11 +45,11 @@ class Calls:
 class NumPyWith(types.ModuleType):
     """NumPy with another ``matmul``."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls):
         super().__init__("numpy")
         self.matmul = calls.matmul
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(np, name)
 
 
@@ -62,7 +58,7 @@ class TestNumPysMatmul(test_multiarray.TestMatmul):
     types = "e" + "efdFD"
 
     @pytest.fixture(autouse=True)
-    def in_place_of_numpys(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def in_place_of_numpys(self, request, monkeypatch):
         name = request.node.originalname
         calls = Calls(accept_bool=name not in EXCLUDED)
         monkeypatch.setattr(test_multiarray, "np", NumPyWith(calls))

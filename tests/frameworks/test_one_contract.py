@@ -3,13 +3,9 @@
 Tensors that require grad, under ``vmap`` and compiled; arrays that JAX traces; Dask arrays; and ``plan``.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +23,7 @@ _TYPES = ("float32",) * 8 + (
     *("bool", "float8_e4m3fn"),
 )
 #: Values of each keyword; the first is its default.
-_VALUES: dict[str, tuple[Any, ...]] = {
+_VALUES = {
     "alpha": (1.0, 0.0, 0, 2, 0.5, -1.5, np.float32(3), 2j, 1e39, "2", None),
     "beta": (0.0, 1.0, 0, 2, -0.5, 1j, 1e39, "1"),
     "activation": (None, "relu", "gelu", "tanh", ["relu"]),
@@ -41,22 +37,19 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 _OF_DASK = ("out_dtype", "math_mode", "rtol", "bound")
 
-#: A call: shapes and element types of a, b, c and bias (None for no array), and keywords.
-Call = tuple[dict[str, tuple[tuple[int, ...], str] | None], dict[str, Any]]
 
-
-def random_call(rng: np.random.Generator) -> Call:
+def random_call(rng):
     """Return a call, which most often raises for one reason or for none."""
     wrong = rng.random() < 0.5  # other shapes and types
     kind = str(rng.choice(_TYPES))
 
-    def dtype() -> str:
+    def dtype():
         return str(rng.choice(_TYPES)) if wrong and rng.random() < 0.3 else kind
 
-    def size() -> int:
+    def size():
         return int(rng.choice([0, 1, 2, 3, 3, 5]))
 
-    def off(shape: tuple[int, ...]) -> tuple[int, ...]:
+    def off(shape):
         if not wrong or rng.random() < 0.7:
             return shape
         changes = [shape[1:], (2, *shape), (*shape[:-1], 4), (*[1] * len(shape[:1]), *shape[1:])]
@@ -81,7 +74,7 @@ def random_call(rng: np.random.Generator) -> Call:
     return arrays, keywords
 
 
-def arrays_of(call: Call, seed: int) -> dict[str, Any]:
+def arrays_of(call, seed):
     """Return NumPy arrays of small integers, some transposed."""
     rng = np.random.default_rng(seed)
     made = {}
@@ -94,7 +87,7 @@ def arrays_of(call: Call, seed: int) -> dict[str, Any]:
     return made
 
 
-def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
+def outcome(function):
     """Return class and message of an error of a call, or its result as ("", result)."""
     try:
         with warnings.catch_warnings():
@@ -105,7 +98,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
         return type(error).__name__, str(error).partition("\n-----")[0]
 
 
-def difference(plain: tuple[Any, ...], other: tuple[Any, ...], look: Callable[[Any], Any] = np.asarray) -> str:
+def difference(plain, other, look=np.asarray):
     """Return the kind of the difference of two outcomes; "" if there is none."""
     if bool(plain[0]) is not bool(other[0]):
         return "contradiction"
@@ -119,11 +112,11 @@ def difference(plain: tuple[Any, ...], other: tuple[Any, ...], look: Callable[[A
     return "" if np.allclose(x.astype(wide), y.astype(wide), rtol=0.05, atol=0.05, equal_nan=True) else "values"
 
 
-def compare(count: int, seed: int, ways: Callable[[Call, dict[str, Any], int], Any]) -> None:
+def compare(count, seed, ways):
     """Compare the outcomes that ``ways`` yields: the plain one first, then others with their names."""
     rng = np.random.default_rng(seed)
-    seen: Counter[str] = Counter()
-    examples: dict[str, Any] = {}
+    seen = Counter()
+    examples = {}
     raised = 0
     for i in range(count):
         call = random_call(rng)
@@ -142,7 +135,7 @@ def compare(count: int, seed: int, ways: Callable[[Call, dict[str, Any], int], A
 COUNTS = [pytest.param(2000, id="some"), pytest.param(20000, id="all", marks=pytest.mark.sweep)]
 
 
-def _numpy(x: Any) -> Any:
+def _numpy(x):
     """Return a tensor as a NumPy array of ml_dtypes' types."""
     import torch
 
@@ -152,10 +145,10 @@ def _numpy(x: Any) -> Any:
     return x.numpy()
 
 
-def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+def _tensors(arrays):
     import torch
 
-    def tensor(x: Any) -> Any:
+    def tensor(x):
         if x.dtype.name not in ("bfloat16", "float8_e4m3fn"):
             return torch.as_tensor(x)
         return torch.as_tensor(x.astype(np.float32)).to(getattr(torch, x.dtype.name))
@@ -163,7 +156,7 @@ def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor(x) for name, x in arrays.items()}
 
 
-def _on_torch(call: Call, arrays: dict[str, Any], i: int) -> Any:
+def _on_torch(call, arrays, i):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     tensors, keywords = _tensors(arrays), call[1]
     plain = outcome(lambda: lowprec.matmul(tensors["a"], tensors["b"], **_rest(tensors), **keywords))
@@ -175,34 +168,34 @@ def _on_torch(call: Call, arrays: dict[str, Any], i: int) -> Any:
     others = [("grad", outcome(lambda: product(recorded["a"], recorded["b"], **_rest(recorded), **keywords)))]
     names = sorted(tensors)
 
-    def mapped(*stacks: Any) -> Any:
+    def mapped(*stacks):
         each = dict(zip(names, stacks, strict=True))
         return lowprec.matmul(each["a"], each["b"], **_rest(each), **keywords)
 
-    def vmapped() -> Any:
+    def vmapped():
         return torch.vmap(mapped)(*(tensors[name][None] for name in names))[0]
 
     return _numpy, plain, [*others, ("vmap", outcome(vmapped))]
 
 
-def _rest(arrays: dict[str, Any]) -> dict[str, Any]:
+def _rest(arrays):
     return {name: x for name, x in arrays.items() if name not in "ab"}
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_tensors_that_pytorch_records_or_maps(count: int) -> None:
+def test_tensors_that_pytorch_records_or_maps(count):
     pytest.importorskip("torch", reason="torch is not installed")
     compare(count, 1, _on_torch)
 
 
 @pytest.mark.parametrize("count", [pytest.param(20, id="some"), pytest.param(600, id="all", marks=pytest.mark.sweep)])
-def test_compiled_tensors(count: int) -> None:
+def test_compiled_tensors(count):
     torch = pytest.importorskip("torch", reason="torch is not installed")
 
-    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+    def ways(call, arrays, i):
         tensors, keywords = _tensors(arrays), call[1]
 
-        def multiply(**arrays: Any) -> Any:
+        def multiply(**arrays):
             return lowprec.matmul(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
 
         torch._dynamo.reset()
@@ -213,13 +206,13 @@ def test_compiled_tensors(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_arrays_that_jax_traces(count: int) -> None:
+def test_arrays_that_jax_traces(count):
     jax = pytest.importorskip("jax", reason="jax is not installed")
 
-    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+    def ways(call, arrays, i):
         on_jax, keywords = {name: jax.numpy.asarray(x) for name, x in arrays.items()}, call[1]
 
-        def multiply(**arrays: Any) -> Any:
+        def multiply(**arrays):
             return lowprec.matmul(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
 
         plain = outcome(lambda: multiply(**on_jax))
@@ -240,15 +233,15 @@ def test_arrays_that_jax_traces(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_dask_arrays(count: int) -> None:
+def test_dask_arrays(count):
     da = pytest.importorskip("dask.array", reason="dask is not installed")
 
-    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+    def ways(call, arrays, i):
         keywords = {name: x for name, x in call[1].items() if name in _OF_DASK}
         a, b = arrays["a"], arrays["b"]
         lazy = [da.from_array(x, chunks=2 if i % 2 and "rtol" not in keywords else -1) for x in (a, b)]
 
-        def multiply() -> Any:
+        def multiply():
             found = lowprec.matmul(*lazy, **keywords)
             return found.compute(scheduler="synchronous") if i % 5 == 0 else np.zeros(found.shape, found.dtype)
 
@@ -261,19 +254,19 @@ def test_dask_arrays(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_plan_of_the_same_call(count: int) -> None:
-    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+def test_plan_of_the_same_call(count):
+    def ways(call, arrays, i):
         keywords = dict(call[1])
         if i % 4 == 0:
             keywords["k_chunk"] = [2, 0, 1.5, True][i // 4 % 4]
         if i % 7 == 0:  # some overlap an operand, some have the wrong shape or type
             keywords["out"] = arrays[["a", "b"][i % 2]]
 
-        def result() -> Any:
+        def result():
             product = lowprec.matmul(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
             return np.zeros_like(product)
 
-        def planned() -> Any:
+        def planned():
             plan = lowprec.plan(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
             return np.zeros(plan.out_shape, getattr(ml_dtypes, plan.out_dtype.label, plan.out_dtype.label))
 
@@ -286,7 +279,7 @@ def test_plan_of_the_same_call(count: int) -> None:
 # -- the same call, seen in other places ----------------------------------------------------------
 
 
-def test_one_table_names_the_products_of_libraries() -> None:
+def test_one_table_names_the_products_of_libraries():
     """No other string of a lower layer names a module above it."""
     import ast
     from pathlib import Path
@@ -305,12 +298,12 @@ def test_one_table_names_the_products_of_libraries() -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_library_has_the_product_that_the_table_names(name: str) -> None:
+def test_a_library_has_the_product_that_the_table_names(name):
     pytest.importorskip(name, reason=f"{name} is not installed")
     assert callable(core_call._product_function(name))
 
 
-def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product() -> None:
+def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(4, 4)
     w = x.clone().requires_grad_()
@@ -331,7 +324,7 @@ def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product() -> None:
     assert found == [[scope, rtol, argument, rtol, rtol], [scope, rtol, argument]]
 
 
-def test_a_mode_without_effect_is_reported_on_a_cached_product_too() -> None:
+def test_a_mode_without_effect_is_reported_on_a_cached_product_too():
     code = """
         import warnings
         import numpy as np
@@ -354,7 +347,7 @@ def test_a_mode_without_effect_is_reported_on_a_cached_product_too() -> None:
         assert run_python(code.replace("GRAD", str(grad))) == "1"
 
 
-def test_plan_accepts_what_matmul_accepts() -> None:
+def test_plan_accepts_what_matmul_accepts():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     w = torch.ones(4, 3, requires_grad=True)
     plan = lowprec.plan(torch.ones(2, 4), w, math_mode="bf16")
@@ -363,7 +356,7 @@ def test_plan_accepts_what_matmul_accepts() -> None:
     assert lowprec.plan(torch.ones(2, 4, device="meta"), meta).out_shape == (2, 3)
 
 
-def test_a_product_times_zero_is_checked_by_the_caller_s_shapes() -> None:
+def test_a_product_times_zero_is_checked_by_the_caller_s_shapes():
     a, b = np.ones((2, 3), np.float32), np.ones((4, 5), np.float32)
     with pytest.raises(lowprec.ShapeError, match=r"shapes \(2, 3\) and \(4, 5\)"):
         lowprec.matmul(a, b, alpha=0.0)
@@ -377,7 +370,7 @@ def test_a_product_times_zero_is_checked_by_the_caller_s_shapes() -> None:
     assert type(call.y) is PreparedView, "on a GPU its memory is ordered by lowprec itself"
 
 
-def test_a_refused_prepared_operand_has_one_way_out_each() -> None:
+def test_a_refused_prepared_operand_has_one_way_out_each():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     prepared, w = lowprec.prepare(np.ones((3, 3), np.float32)), torch.ones(3, 3, requires_grad=True)
     with pytest.raises(lowprec.ArrayError, match=r"requires grad.*; or pass the array itself$") as caught:
@@ -388,9 +381,7 @@ def test_a_refused_prepared_operand_has_one_way_out_each() -> None:
     assert str(caught.value).count("pass the array itself") == 1
 
 
-def test_an_out_that_overlaps_an_operand_has_one_executor(
-    monkeypatch: pytest.MonkeyPatch, fresh_executors: None
-) -> None:
+def test_an_out_that_overlaps_an_operand_has_one_executor(monkeypatch, fresh_executors):
     prepared = []
     prepare = cpu.prepare
     monkeypatch.setattr(cpu, "prepare", lambda plan: prepared.append(plan) or prepare(plan))
@@ -406,11 +397,11 @@ def test_an_out_that_overlaps_an_operand_has_one_executor(
 # -- frames ---------------------------------------------------------------------------------------
 
 
-def frames(function: Callable[[], Any]) -> int:
+def frames(function):
     """Return the number of Python functions that a warm call enters, itself included."""
     names = []
 
-    def look(frame: Any, event: str, argument: Any) -> None:
+    def look(frame, event, argument):
         if event == "call":
             names.append(frame.f_code.co_name)
 
@@ -424,12 +415,12 @@ def frames(function: Callable[[], Any]) -> int:
     return len(names) - 1
 
 
-def test_a_warm_call_enters_few_functions() -> None:
+def test_a_warm_call_enters_few_functions():
     x = np.ones((8, 8), np.float32)
     assert frames(lambda: lowprec.matmul(x, x)) <= 22
 
 
-def test_a_warm_recorded_call_enters_few_functions() -> None:
+def test_a_warm_recorded_call_enters_few_functions():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, w = torch.ones(8, 8), torch.ones(8, 8, requires_grad=True)
     assert frames(lambda: lowprec.matmul(x, x)) <= 22

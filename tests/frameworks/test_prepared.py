@@ -1,9 +1,5 @@
 """Prepared operands with the arrays of every library, and where they are refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -14,13 +10,13 @@ from frameworks.conftest import load_or_skip
 _STANDS_FOR = "is a prepared operand, which is accepted only as b of matmul and as the weight of linear"
 
 
-def draw(*shape: int) -> Any:
+def draw(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("left", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
 @pytest.mark.parametrize("right", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
-def test_the_result_is_of_the_library_of_a(left: Backend, right: Backend) -> None:
+def test_the_result_is_of_the_library_of_a(left, right):
     x, y = load_or_skip(left), load_or_skip(right)
     a, b = draw(20, 128), draw(128, 96)
     want = lowprec.matmul(a, b, math_mode="bf16")
@@ -36,7 +32,7 @@ def test_the_result_is_of_the_library_of_a(left: Backend, right: Backend) -> Non
             np.testing.assert_array_equal(np.asarray(got), want)
 
 
-def test_torch() -> None:
+def test_torch():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from lowprec import torch as products
 
@@ -63,7 +59,7 @@ def test_torch() -> None:
         products.linear(x, [[1.0]])
 
 
-def test_jax() -> None:
+def test_jax():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     from lowprec import jax as products
 
@@ -77,7 +73,7 @@ def test_jax() -> None:
         jax.jit(lambda x: lowprec.matmul(x, lowprec.prepare(x.T)))(a)
 
 
-def test_dask() -> None:
+def test_dask():
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     from lowprec import dask as products
 
@@ -89,7 +85,7 @@ def test_dask() -> None:
         lowprec.prepare(a)
 
 
-def test_where_elements_are_asked_for() -> None:
+def test_where_elements_are_asked_for():
     """Whatever is no product refuses it, in words; so does NumPy's own product, which would take it for a scalar."""
     a, prepared = draw(20, 128), lowprec.prepare(draw(128, 96))
     message = "got a prepared operand, which is accepted only as b of matmul and as the weight of linear"

@@ -1,10 +1,7 @@
 """Quantised arrays of every library."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from lowprec.formats import BLOCK_FORMATS
 FORMATS = tuple(BLOCK_FORMATS)
 
 
-def draw(*shape: int) -> Any:
+def draw(*shape):
     """Return numbers of many exponents, with a block of zeros, a NaN and an infinity."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 12, shape)).astype(np.float32)
@@ -26,7 +23,7 @@ def draw(*shape: int) -> Any:
     return x
 
 
-def same(found: Any, want: Any) -> None:
+def same(found, want):
     """Assert equal codes, scales and numbers."""
     np.testing.assert_array_equal(np.asarray(found.codes), want.codes)
     assert (found.scales is None) == (want.scales is None)
@@ -38,7 +35,7 @@ def same(found: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", [Backend.TORCH, Backend.JAX])
-def test_codes_are_arrays_of_the_library(backend: Backend, name: str) -> None:
+def test_codes_are_arrays_of_the_library(backend, name):
     library, x = load_or_skip(backend), draw(3, 5, 70)
     for axis in range(3):
         want, array = lowprec.quantize(x, name, axis), library.asarray(x)
@@ -52,9 +49,7 @@ def test_codes_are_arrays_of_the_library(backend: Backend, name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("backend", "module"), [(Backend.TORCH, "torch"), (Backend.JAX, "jax.numpy")])
-def test_the_functions_of_a_library_give_the_bits_of_numpy(
-    monkeypatch: pytest.MonkeyPatch, backend: Backend, module: str, name: str
-) -> None:
+def test_the_functions_of_a_library_give_the_bits_of_numpy(monkeypatch, backend, module, name):
     """Arrays on a device are converted with the functions of their library; here the host counts as a device."""
     library, x = load_or_skip(backend), draw(3, 5, 70)
     wanted = [lowprec.quantize(x, name, axis) for axis in range(3)]
@@ -71,7 +66,7 @@ def test_the_functions_of_a_library_give_the_bits_of_numpy(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_array_known_only_by_dlpack_has_numpy_codes(name: str) -> None:
+def test_an_array_known_only_by_dlpack_has_numpy_codes(name):
     x = draw(3, 5, 70)
     found = lowprec.quantize(load_or_skip(Backend.DLPACK_ONLY).asarray(x), name)
     assert type(found.codes) is type(found.dequantize()) is np.ndarray
@@ -79,7 +74,7 @@ def test_an_array_known_only_by_dlpack_has_numpy_codes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_torch(name: str) -> None:
+def test_torch(name):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = draw(3, 5, 70)
     tensor = torch.as_tensor(x)
@@ -105,7 +100,7 @@ def test_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_jax(name: str) -> None:
+def test_jax(name):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     x = draw(3, 5, 70)
     array = jax.numpy.asarray(x)
@@ -121,7 +116,7 @@ def test_jax(name: str) -> None:
     same(lowprec.quantize(jax.numpy.asarray(tiny), name), lowprec.quantize(tiny, name))
 
 
-def test_dask() -> None:
+def test_dask():
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     with pytest.raises(lowprec.ArrayError, match=r"a Dask array is lazy.*pass array\.compute\(\)"):
         lowprec.quantize(da.ones((4, 32), dtype="float32"), "mxfp4")

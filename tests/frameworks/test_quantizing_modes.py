@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from lowprec import recipes
 from lowprec.modes import of_pass, parse_mode
 from lowprec.recipes import Recipe
 
-RECIPES: list[Any] = [
+RECIPES = [
     *recipes.MODES,
     Recipe.fp8_training(),
     Recipe.mxfp8_training(),
@@ -21,12 +19,12 @@ RECIPES: list[Any] = [
 ]
 
 
-def operands(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+def operands(*shapes, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
-def gradients(a: np.ndarray, b: np.ndarray, g: np.ndarray, mode: Any) -> tuple[np.ndarray, np.ndarray]:
+def gradients(a, b, g, mode):
     """Return the two products of the backward pass of ``a @ b``."""
     of_a, of_b = (of_pass(parse_mode(mode), x) for x in ("grad_input", "grad_weight"))
     return lowprec.matmul(g, b.T, math_mode=of_a), lowprec.matmul(a.T, g, math_mode=of_b)
@@ -36,7 +34,7 @@ def gradients(a: np.ndarray, b: np.ndarray, g: np.ndarray, mode: Any) -> tuple[n
 
 
 @pytest.mark.parametrize("mode", RECIPES, ids=str)
-def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(mode: Any) -> None:
+def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(mode):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     a, b, g = operands((40, 100), (100, 30), (40, 30))
     x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
@@ -49,13 +47,13 @@ def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(mode: Any) -
     assert all(np.array_equal(u.detach().numpy(), v) for u, v in zip(pulled, expected, strict=True))
 
 
-def test_compiled_graphs_have_the_same_bits_and_follow_the_step() -> None:
+def test_compiled_graphs_have_the_same_bits_and_follow_the_step():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     a, b, g = operands((16, 64), (64, 8), (16, 8))
     x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
     graphs = []
 
-    def backend(graph: Any, example: Any) -> Any:
+    def backend(graph, example):
         from torch._dynamo.backends.debugging import aot_eager
 
         graphs.append(graph)
@@ -74,7 +72,7 @@ def test_compiled_graphs_have_the_same_bits_and_follow_the_step() -> None:
     assert np.array_equal(named(x, w).detach().numpy(), lowprec.matmul(a, b, math_mode=recipe))
 
 
-def test_a_layer_knows_its_weight() -> None:
+def test_a_layer_knows_its_weight():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     import lowprec.torch as lt
 
@@ -99,7 +97,7 @@ def test_a_layer_knows_its_weight() -> None:
     assert torch.allclose(backward[0], forward.sum(1), atol=1e-5), "both products see the same numbers of the weight"
 
 
-def test_vmap_and_half_precision() -> None:
+def test_vmap_and_half_precision():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     a, b = operands((3, 8, 64), (3, 64, 5))
     for mode in ("mxfp8", "int8", "fp8_blocks"):
@@ -114,17 +112,17 @@ def test_vmap_and_half_precision() -> None:
 
 
 @pytest.mark.parametrize("mode", RECIPES, ids=str)
-def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(mode: Any) -> None:
+def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(mode):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     a, b, g = operands((40, 100), (100, 30), (40, 30))
     plain = lowprec.matmul(a, b, math_mode=mode)
     x, w = jax.numpy.asarray(a), jax.numpy.asarray(b)
     assert np.array_equal(np.asarray(lowprec.matmul(x, w, math_mode=mode)), plain)
 
-    def multiply(x: Any, w: Any) -> Any:
+    def multiply(x, w):
         return lowprec.matmul(x, w, math_mode=mode)
 
-    def near(found: Any, expected: np.ndarray) -> bool:
+    def near(found, expected):
         """Whether products of the same codes were summed in another order."""
         return bool(np.allclose(np.asarray(found), expected, rtol=1e-4, atol=1e-4))
 
@@ -135,7 +133,7 @@ def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(mode: Any) -> Non
 
 
 @pytest.mark.parametrize("mode", ["mxfp8", "fp8_rows", "int8", "fp8_blocks"])
-def test_jax_maps_and_scans(mode: str) -> None:
+def test_jax_maps_and_scans(mode):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     a, b = operands((3, 8, 64), (64, 64))
     expected = lowprec.matmul(a, b, math_mode=mode)
@@ -149,7 +147,7 @@ def test_jax_maps_and_scans(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", recipes.MODES)
-def test_jax_sums_of_zero_with_large_scales_are_zero(mode: str) -> None:
+def test_jax_sums_of_zero_with_large_scales_are_zero(mode):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     a, b = np.array([[1e30, 0]], np.float32), np.array([[0], [1e30]], np.float32)
     assert jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))(a, b) == 0
@@ -159,7 +157,7 @@ def test_jax_sums_of_zero_with_large_scales_are_zero(mode: str) -> None:
     Recipe("mxfp4", rounding="stochastic", seed=3),
     Recipe("nvfp4", rounding="stochastic_gradients", seed=4, hadamard=16),
 ], ids=str)  # fmt: skip
-def test_jax_compiles_once_for_all_steps(mode: Recipe) -> None:
+def test_jax_compiles_once_for_all_steps(mode):
     """The step as an array has the bits of the recipe with this step; a function inside is not shared by two blocks."""
     jax = pytest.importorskip("jax", reason="jax is not installed")
     from lowprec.jax import at_step
@@ -169,13 +167,13 @@ def test_jax_compiles_once_for_all_steps(mode: Recipe) -> None:
     inner = jax.jit(lambda x, w: lowprec.matmul(x, w, math_mode=mode))
 
     @jax.jit
-    def train(x: Any, w: Any, step: Any) -> Any:
+    def train(x, w, step):
         compilations.append(1)
         with at_step(step):
             return jax.grad(lambda x, w: (inner(x, w) ** 2).sum(), (0, 1))(x, w)
 
     @jax.jit
-    def twice(x: Any, w: Any, step: Any) -> Any:
+    def twice(x, w, step):
         with at_step(step):
             first = inner(x, w)
         with at_step(step + 1):
@@ -195,12 +193,12 @@ def test_jax_compiles_once_for_all_steps(mode: Recipe) -> None:
     assert np.array_equal(fixed(x, w, 1), fixed(x, w, 2)), "a recipe's own step"
 
 
-def _at(at_step: Any, step: Any, function: Any) -> Any:
+def _at(at_step, step, function):
     with at_step(step):
         return function()
 
 
-def test_jax_refuses_steps_that_are_not_traced_integers() -> None:
+def test_jax_refuses_steps_that_are_not_traced_integers():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     from lowprec.jax import at_step
 
@@ -216,7 +214,7 @@ def test_jax_refuses_steps_that_are_not_traced_integers() -> None:
         each(np.arange(2))
 
 
-def test_dask_rounds_each_chunk() -> None:
+def test_dask_rounds_each_chunk():
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     a, b = operands((32, 256), (256, 16))
     x, y = da.from_array(a, chunks=(16, 128)), da.from_array(b, chunks=(128, 16))

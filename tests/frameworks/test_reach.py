@@ -1,10 +1,6 @@
 """The reach of a guard where PyTorch decides it: backward passes, autocast, forked processes and data loaders."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ from support.programs import run_python
 
 
 @pytest.fixture
-def reached(torch: Any) -> Iterator[Callable[[], tuple[bool, bool]]]:
+def reached(torch):
     """Return a function: whether lowprec and PyTorch are at full FP32 where it is called."""
     torch.set_float32_matmul_precision("medium")
     lowprec.set_math_mode("bf16")
@@ -22,8 +18,8 @@ def reached(torch: Any) -> Iterator[Callable[[], tuple[bool, bool]]]:
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_backward_pass(torch: Any, reached: Callable[[], tuple[bool, bool]]) -> None:
-    seen: list[tuple[bool, bool]] = []
+def test_a_backward_pass(torch, reached):
+    seen = []
     x = torch.ones(4, 4, requires_grad=True)
     x.register_hook(lambda _: seen.append(reached()))
     with lowprec.fp32_guard():
@@ -34,7 +30,7 @@ def test_a_backward_pass(torch: Any, reached: Callable[[], tuple[bool, bool]]) -
 
 
 @pytest.mark.usefixtures("reached")
-def test_autocast(torch: Any) -> None:
+def test_autocast(torch):
     a = torch.ones(4, 4)
     with lowprec.fp32_guard(), torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.bfloat16
@@ -85,7 +81,7 @@ with ProcessPoolExecutor(1, mp_context=fork) as pool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
 @pytest.mark.usefixtures("torch")
-def test_processes() -> None:
+def test_processes():
     assert run_python(_PROCESSES).splitlines() == [
         "forked (True, True)",
         "loader (True, True)",

@@ -3,8 +3,6 @@
 Each cell of the matrix compares with ``torch.matmul`` on float64 operands, where the two differ by roundings alone.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from frameworks.torch_matrix import COLUMNS, ROWS, Row, cubic
+from frameworks.torch_matrix import COLUMNS, ROWS, cubic
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -25,12 +23,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def operands(torch: Any, a: Any, b: Any, dtype: Any = None, grad: bool = True) -> Any:
+def operands(torch, a, b, dtype=None, grad=True):
     made = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=made, dtype=dtype or torch.float64).requires_grad_(grad) for s in (a, b)]
 
 
-def close(torch: Any, found: Any, true: Any) -> None:
+def close(torch, found, true):
     """Equal but for the order of sums of at most 20 products and two products in a row, far below 1e-12."""
     torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 
@@ -43,7 +41,7 @@ EMPTY = [((3, 0), (0, 2)), ((2, 3, 0), (0, 2)), ((2, 3, 4), (4, 0)), ((0, 3, 4),
 
 
 @pytest.mark.parametrize(("a", "b"), EMPTY)
-def test_gradients_without_elements(torch: Any, a: Any, b: Any) -> None:
+def test_gradients_without_elements(torch, a, b):
     x = operands(torch, a, b)
     true = torch.autograd.grad(torch.matmul(*x).sum(), x)
     close(torch, torch.autograd.grad(lowprec.matmul(*x).sum(), x), true)
@@ -52,27 +50,27 @@ def test_gradients_without_elements(torch: Any, a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), SHAPES)
-def test_gradients_and_gradients_of_gradients(torch: Any, a: Any, b: Any) -> None:
+def test_gradients_and_gradients_of_gradients(torch, a, b):
     x = operands(torch, a, b)
     assert torch.autograd.gradcheck(lowprec.matmul, x, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(lowprec.matmul, x)
 
 
-def test_gradients_of_complex_operands_and_factors(torch: Any) -> None:
+def test_gradients_of_complex_operands_and_factors(torch):
     x = operands(torch, (3, 4), (4, 2), torch.complex128)
     assert torch.autograd.gradcheck(lambda a, b: lowprec.matmul(a, b, alpha=2.0), x)
     assert torch.autograd.gradcheck(lambda a, b: lowprec.matmul(a, b, alpha=1 + 2j), x)
     assert torch.autograd.gradgradcheck(lambda a, b: lowprec.matmul(a, b, alpha=1j), x)
 
 
-def test_gradients_of_everything_that_follows_the_product(torch: Any) -> None:
+def test_gradients_of_everything_that_follows_the_product(torch):
     a, b = operands(torch, (3, 4), (4, 2))
     c, bias = operands(torch, (3, 2), (2,))
 
-    def call(*x: Any) -> Any:
+    def call(*x):
         return lowprec.matmul(x[0], x[1], c=x[2], bias=x[3], alpha=0.5, beta=2.0, activation="gelu")
 
-    def true(*x: Any) -> Any:
+    def true(*x):
         return torch.nn.functional.gelu(0.5 * x[0] @ x[1] + 2 * x[2] + x[3], approximate="tanh")
 
     assert torch.autograd.gradcheck(call, (a, b, c, bias))
@@ -80,7 +78,7 @@ def test_gradients_of_everything_that_follows_the_product(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_have_the_type_of_their_operand(torch: Any, dtype: str) -> None:
+def test_gradients_have_the_type_of_their_operand(torch, dtype):
     a, b = operands(torch, (3, 4), (4, 2), getattr(torch, dtype))
     found = lowprec.matmul(a, b, out_dtype="float32")
     assert found.dtype == torch.float32
@@ -92,14 +90,14 @@ def test_gradients_have_the_type_of_their_operand(torch: Any, dtype: str) -> Non
     torch.testing.assert_close(a.grad.float(), true, rtol=unit, atol=unit)
 
 
-def test_gradients_of_a_real_operand_with_a_complex_one_are_real(torch: Any) -> None:
+def test_gradients_of_a_real_operand_with_a_complex_one_are_real(torch):
     (a,) = operands(torch, (2, 3, 4), (1,))[:1]
     (b,) = operands(torch, (4, 2), (1,), torch.complex128)[:1]
     for x in ((a, b), (b.detach().mT.requires_grad_(), a[0].detach().mT.requires_grad_())):
         assert torch.autograd.gradcheck(lowprec.matmul, x)
 
 
-def all_calls(torch: Any) -> dict[str, Any]:
+def all_calls(torch):
     """Return ways to call a function of tensors, the first of which must require grad."""
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     return {
@@ -115,12 +113,12 @@ CALLS = ("without gradients", "with gradients", "vmap", "compiled")
 
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("storage", ["float16", "float32"])
-def test_the_epilogue_of_a_product_of_16_bits_is_added_in_float32(torch: Any, how: str, storage: str) -> None:
+def test_the_epilogue_of_a_product_of_16_bits_is_added_in_float32(torch, how, storage):
     """The product, 2 * 300 * 300, is beyond float16, and the result is not."""
     x = torch.full((2, 2), 300.0, dtype=getattr(torch, storage), requires_grad=True)
     bias = torch.full((2,), -178000.0)
 
-    def call(x: Any, b: Any) -> Any:
+    def call(x, b):
         return lowprec.matmul(x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16")
 
     found = all_calls(torch)[how](call, x, x.detach())
@@ -129,7 +127,7 @@ def test_the_epilogue_of_a_product_of_16_bits_is_added_in_float32(torch: Any, ho
 
 
 @pytest.mark.parametrize("how", ["with gradients", "compiled"])
-def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch: Any, how: str) -> None:
+def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch, how):
     import lowprec.torch as lt
 
     layer = lt.Linear(4, 2, dtype=torch.bfloat16)
@@ -143,7 +141,7 @@ def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch: Any, 
 
 
 @pytest.mark.parametrize("how", ["without gradients", "compiled"])
-def test_integers_saturate_in_every_call(torch: Any, how: str) -> None:
+def test_integers_saturate_in_every_call(torch, how):
     a, b = (torch.full(s, 127, dtype=torch.int8) for s in ((2, 300), (300, 3)))
     call = all_calls(torch)[how]
     for bias in (torch.full((3,), 2**31 - 5, dtype=torch.int32), torch.ones(3, dtype=torch.int8)):
@@ -165,7 +163,7 @@ def test_integers_saturate_in_every_call(torch: Any, how: str) -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_transformed(torch: Any, row: Row, column: str) -> None:
+def test_transformed(torch, row, column):
     import lowprec.torch as lt
 
     (x,) = operands(torch, (4, 4), (1,), grad=False)[:1]
@@ -198,7 +196,7 @@ def test_transformed(torch: Any, row: Row, column: str) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1)])
 @pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4), (4, 4, 4)), ((4, 4), (4, 4))])
-def test_vmap(torch: Any, a: Any, b: Any, in_dims: Any) -> None:
+def test_vmap(torch, a, b, in_dims):
     x, y = operands(torch, a, b, grad=False)
     if max(in_dims[0] or 0, 0) >= x.ndim or max(in_dims[1] or 0, 0) >= y.ndim:
         in_dims = (0, 0)
@@ -206,7 +204,7 @@ def test_vmap(torch: Any, a: Any, b: Any, in_dims: Any) -> None:
     close(torch, found, torch.vmap(torch.matmul, in_dims=in_dims)(x, y))
 
 
-def test_nested_forward_derivatives_are_refused(torch: Any) -> None:
+def test_nested_forward_derivatives_are_refused(torch):
     x = torch.eye(2, dtype=torch.float64)
     f = lambda x: lowprec.matmul(lowprec.matmul(x, x), x).sum()  # noqa: E731
     with pytest.raises(lowprec.UnsupportedError, match="nested forward-mode"):
@@ -215,7 +213,7 @@ def test_nested_forward_derivatives_are_refused(torch: Any) -> None:
         torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (x,))
 
 
-def test_tensors_of_a_transform_that_has_ended(torch: Any) -> None:
+def test_tensors_of_a_transform_that_has_ended(torch):
     kept = []
     x, w = torch.eye(3) * 2, torch.ones(3, 3, requires_grad=True)
     torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
@@ -237,26 +235,26 @@ IN_MODE = {"fp32": ABOVE_ONE**2, "tf32": ABOVE_ONE**2, "bf16": 1.0}
 class Counting:
     """A backend of torch.compile that runs the graph as it is, and counts the graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.graphs: list[Any] = []
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
+    def __call__(self, graph, inputs):
         self.graphs.append(graph)
         return graph.forward
 
 
 @pytest.fixture
-def counting(torch: Any) -> Any:
+def counting(torch):
     torch._dynamo.reset()
     yield Counting()
     torch._dynamo.reset()
 
 
-def test_a_graph_is_made_again_for_another_mode_and_kept(torch: Any, counting: Any) -> None:
+def test_a_graph_is_made_again_for_another_mode_and_kept(torch, counting):
     x = torch.full((4, 4), ABOVE_ONE)
     compiled = torch.compile(lambda x: lowprec.matmul(x, x), fullgraph=True, backend=counting)
 
-    def value() -> float:
+    def value():
         return float(compiled(x)[0, 0]) / 4
 
     assert value() == IN_MODE["fp32"]
@@ -275,7 +273,7 @@ def test_a_graph_is_made_again_for_another_mode_and_kept(torch: Any, counting: A
     assert value() == IN_MODE["fp32"]
 
 
-def test_the_guard_reaches_a_graph_that_was_compiled_before(torch: Any, counting: Any) -> None:
+def test_the_guard_reaches_a_graph_that_was_compiled_before(torch, counting):
     x = torch.full((4, 4), ABOVE_ONE)
     compiled = torch.compile(lambda x: lowprec.matmul(x, x, math_mode="bf16"), fullgraph=True, backend=counting)
     assert float(compiled(x)[0, 0]) == 4
@@ -284,7 +282,7 @@ def test_the_guard_reaches_a_graph_that_was_compiled_before(torch: Any, counting
     assert len(counting.graphs) == 1
 
 
-def test_a_task_sees_its_own_mode_in_a_shared_graph(torch: Any, counting: Any) -> None:
+def test_a_task_sees_its_own_mode_in_a_shared_graph(torch, counting):
     """Tasks of one thread share the note by which graphs are guarded; the operator asks the scopes of the task."""
     import asyncio
 
@@ -292,20 +290,20 @@ def test_a_task_sees_its_own_mode_in_a_shared_graph(torch: Any, counting: Any) -
     compiled = torch.compile(lambda x: lowprec.matmul(x, x), fullgraph=True, backend=counting)
     found = {}
 
-    async def task(mode: str) -> None:
+    async def task(mode):
         with lowprec.math_mode(mode):
             await asyncio.sleep(0)
             found[mode] = float(compiled(x)[0, 0]) / 4
             await asyncio.sleep(0)
 
-    async def main() -> None:
+    async def main():
         await asyncio.gather(*map(task, IN_MODE))
 
     asyncio.run(main())
     assert found == IN_MODE
 
 
-def test_backward_runs_in_the_mode_of_the_forward_product(torch: Any, counting: Any) -> None:
+def test_backward_runs_in_the_mode_of_the_forward_product(torch, counting):
     x = torch.full((4, 4), ABOVE_ONE, requires_grad=True)
     ones = torch.full((4, 4), ABOVE_ONE)
     compiled = torch.compile(lambda x: lowprec.matmul(x, ones), fullgraph=True, backend="aot_eager")
@@ -323,7 +321,7 @@ def test_backward_runs_in_the_mode_of_the_forward_product(torch: Any, counting: 
         assert float(gradient[0, 0]) / 4 == IN_MODE["fp32"]
 
 
-def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:
+def test_a_mode_of_its_own_for_the_backward_pass(torch):
     import lowprec.torch
 
     x = torch.full((4, 4), ABOVE_ONE, requires_grad=True)
@@ -335,7 +333,7 @@ def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:
         lowprec.torch.matmul(x, x, backward_mode="bf17")
 
 
-def test_shapes_that_change_make_one_graph(torch: Any, counting: Any) -> None:
+def test_shapes_that_change_make_one_graph(torch, counting):
     compiled = torch.compile(
         lambda a, b: lowprec.matmul(a, b, bias=b[0], activation="relu"),
         fullgraph=True, backend=counting, dynamic=True,
@@ -346,16 +344,16 @@ def test_shapes_that_change_make_one_graph(torch: Any, counting: Any) -> None:
     assert len(counting.graphs) == 1
 
 
-def in_a_scope(x: Any) -> Any:
+def in_a_scope(x):
     with lowprec.math_mode("bf16"):
         return lowprec.matmul(x, x)
 
 
-def into_out(x: Any) -> Any:
+def into_out(x):
     return lowprec.matmul(x, x, out=x.new_empty(4, 4), math_mode="bf16")
 
 
-def by_numpy(x: Any) -> Any:
+def by_numpy(x):
     return x + lowprec.matmul(x.numpy(), x.numpy(), math_mode="bf16") - x
 
 
@@ -373,14 +371,14 @@ def by_numpy(x: Any) -> Any:
     ],
     ids=["scope", "decorated", "out", "k_chunk", "prepared", "numpy"],
 )
-def test_graph_breaks_run_eagerly(torch: Any, counting: Any, function: Any) -> None:
+def test_graph_breaks_run_eagerly(torch, counting, function):
     """The compiler would read what is called from there on, too, the kernels' arithmetic on bits in NumPy included."""
     compiled = torch.compile(function, backend=counting)
     for _ in range(2):
         assert torch.equal(compiled(torch.full((4, 4), ABOVE_ONE)), torch.full((4, 4), 4.0))
 
 
-def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> None:
+def test_the_product_itself_is_compiled_per_mode(torch, counting):
     x = torch.full((4, 4), ABOVE_ONE)
     compiled = torch.compile(lowprec.matmul, fullgraph=True, backend=counting)
     for mode in ("fp32", "bf16", "fp32"):
@@ -406,7 +404,7 @@ def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> N
     ids=["einsum", "sums", "tensordot", "vecdot", "linear"],
 )
 @pytest.mark.sampled(2)
-def test_contractions_in_graphs(torch: Any, counting: Any, contraction: Any, dynamic: bool | None) -> None:
+def test_contractions_in_graphs(torch, counting, contraction, dynamic):
     compiled = torch.compile(contraction, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for n in (4, 5):
         x = operands(torch, (2, n, n), (2, n, n))
@@ -416,12 +414,12 @@ def test_contractions_in_graphs(torch: Any, counting: Any, contraction: Any, dyn
         close(torch, found, true)
 
 
-def encoder(torch: Any, linear: Any) -> Any:
+def encoder(torch, linear):
     torch.manual_seed(0)
     return torch.nn.Sequential(linear(4, 8), torch.nn.GELU(), linear(8, 2))
 
 
-def test_linear_is_torchs_and_can_be_exported_and_trained(torch: Any) -> None:
+def test_linear_is_torchs_and_can_be_exported_and_trained(torch):
     import lowprec.torch as lt
 
     mine, theirs = encoder(torch, lt.Linear), encoder(torch, torch.nn.Linear)
@@ -441,7 +439,7 @@ def test_linear_is_torchs_and_can_be_exported_and_trained(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_torchs_own_checks_of_an_operator(torch: Any, mode: str) -> None:
+def test_torchs_own_checks_of_an_operator(torch, mode):
     import lowprec.torch  # noqa: F401 - makes the operator
 
     x = operands(torch, (2, 3, 4), (4, 5), torch.float32)
@@ -450,7 +448,7 @@ def test_torchs_own_checks_of_an_operator(torch: Any, mode: str) -> None:
     torch.library.opcheck(torch.ops.lowprec.matmul.default, (*low, mode, mode, 0.5, "accumulator"))
 
 
-def test_fake_tensors_and_flop_counters_see_the_product(torch: Any) -> None:
+def test_fake_tensors_and_flop_counters_see_the_product(torch):
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch._subclasses.FakeTensorMode():
@@ -463,7 +461,7 @@ def test_fake_tensors_and_flop_counters_see_the_product(torch: Any) -> None:
     assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
 
 
-def test_tangents_of_the_operator_are_refused_not_zero(torch: Any) -> None:
+def test_tangents_of_the_operator_are_refused_not_zero(torch):
     import lowprec.torch
 
     eye = torch.eye(2)
@@ -479,7 +477,7 @@ ONLY_FP64 = 1e-7
 
 
 @pytest.mark.parametrize("column", ["plain", "recorded", "vmap", "linear", "layer"])
-def test_rtol_chooses_the_mode_of_forward_and_backward(torch: Any, column: str) -> None:
+def test_rtol_chooses_the_mode_of_forward_and_backward(torch, column):
     import lowprec.torch as lt
 
     x, y = operands(torch, (8, 64), (64, 4), torch.float32, grad=column != "plain")
@@ -502,7 +500,7 @@ def test_rtol_chooses_the_mode_of_forward_and_backward(torch: Any, column: str) 
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch: Any, counting: Any, dynamic: bool | None) -> None:
+def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch, counting, dynamic):
     x, y = operands(torch, (8, 64), (64, 4), torch.float32, grad=False)
     compiled = torch.compile(
         lambda x, y: lowprec.matmul(x, y, rtol=ONLY_FP64),
@@ -518,7 +516,7 @@ def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch: Any, counting: An
     assert len(counting.graphs) == 3
 
 
-def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
+def test_wrong_operands_are_reported_by_type(torch):
     import lowprec.torch as lt
 
     x = torch.ones(2, 2, requires_grad=True)
@@ -542,7 +540,7 @@ def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
-def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -> None:
+def test_operands_that_no_gradient_uses_are_not_saved(torch, needed):
     """A weight may be updated between two backward passes; frozen weights keep no activations."""
     x, w = (t.requires_grad_(n) for t, n in zip(operands(torch, (3, 4), (4, 2), grad=False), needed, strict=True))
     out = lowprec.matmul(x, w)
@@ -558,7 +556,7 @@ def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -
 # -- tensors without elements of their own --------------------------------------------------------
 
 
-def test_meta_tensors_give_meta_results(torch: Any) -> None:
+def test_meta_tensors_give_meta_results(torch):
     import lowprec.torch as lt
 
     x = torch.ones(5, 3, device="meta", dtype=torch.bfloat16)
@@ -577,14 +575,14 @@ def test_meta_tensors_give_meta_results(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_subclasses_that_lack_the_product_are_refused(torch: Any, raises: bool) -> None:
-    class Int8Tensor(torch.Tensor):  # type: ignore[misc]
+def test_subclasses_that_lack_the_product_are_refused(torch, raises):
+    class Int8Tensor(torch.Tensor):
         @staticmethod
-        def __new__(cls: Any, shape: Any) -> Any:
+        def __new__(cls, shape):
             return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
 
         @classmethod
-        def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        def __torch_dispatch__(cls, function, *_):
             if raises:  # as torchao's
                 raise NotImplementedError(f"unimplemented operator {function}")
             return NotImplemented
@@ -606,7 +604,7 @@ def test_subclasses_that_lack_the_product_are_refused(torch: Any, raises: bool) 
             call()
 
 
-def test_out_of_inference_mode(torch: Any) -> None:
+def test_out_of_inference_mode(torch):
     x = torch.eye(4)
     with torch.inference_mode():
         out = torch.zeros(4, 4)
@@ -616,7 +614,7 @@ def test_out_of_inference_mode(torch: Any) -> None:
     assert torch.equal(out, x)
 
 
-def test_subclasses_that_only_add_attributes_are_accepted(torch: Any) -> None:
+def test_subclasses_that_only_add_attributes_are_accepted(torch):
     class Tagged(torch.nn.Parameter):
         pass
 
@@ -632,7 +630,7 @@ def test_subclasses_that_only_add_attributes_are_accepted(torch: Any) -> None:
     close(torch, tagged.grad, x.sum(0)[:, None].expand(4, 2))
 
 
-def test_fake_tensors_are_refused_as_others_are(torch: Any) -> None:
+def test_fake_tensors_are_refused_as_others_are(torch):
     with torch._subclasses.FakeTensorMode():
         x, integers = torch.ones(2, 3), torch.ones(3, 3, dtype=torch.int32)
         for a, b, error, match in (
@@ -645,7 +643,7 @@ def test_fake_tensors_are_refused_as_others_are(torch: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_jagged_tensors_are_refused(torch: Any) -> None:
+def test_jagged_tensors_are_refused(torch):
     parts = [torch.ones(2, 3), torch.ones(4, 3)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
     with pytest.raises(lowprec.ArrayError, match=r"^a: the torch tensor is nested; .*unbind"):
@@ -654,7 +652,7 @@ def test_jagged_tensors_are_refused(torch: Any) -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_product_times_zero_is_not_read(torch: Any, alpha: Any, grad: bool) -> None:
+def test_a_product_times_zero_is_not_read(torch, alpha, grad):
     import lowprec.torch as lt
 
     c = torch.ones(3, 3)

@@ -1,13 +1,9 @@
 """Every product of a model that does not use lowprec: by kernels in PyTorch's dispatcher, and in compiled graphs."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ UNIT = 2.0**-8
 
 
 @pytest.fixture
-def intercept(torch: Any) -> Any:
+def intercept(torch):
     import lowprec.torch as lt
 
     yield lt.intercept
@@ -31,24 +27,24 @@ def intercept(torch: Any) -> Any:
     assert threading.active_count() > 1 or not registered(torch)
 
 
-def registered(torch: Any) -> bool:
+def registered(torch):
     """Whether a kernel of lowprec's is in front of PyTorch's."""
     return "lowprec" in torch._C._dispatch_dump("aten::mm")
 
 
-def plain_attention() -> Any:
+def plain_attention():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def draw(torch: Any, *shape: int, dtype: Any = None, seed: int = 0) -> Any:
+def draw(torch, *shape, dtype=None, seed=0):
     made = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=made, dtype=dtype or torch.float32)
 
 
-def counts(report: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
+def counts(report):
+    found = {}
     for p in report.taken:
         found[p.operator] = found.get(p.operator, 0) + p.count
     return found
@@ -56,7 +52,7 @@ def counts(report: Any) -> dict[str, int]:
 
 # -- which products are taken ---------------------------------------------------------------------
 
-PRODUCTS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[str, ...]]] = {
+PRODUCTS = {
     "mm": (lambda t, a, b: t.mm(a, b), ("mm",)),
     "mm, out": (lambda t, a, b: t.mm(a, b, out=a.new_empty(0)), ("mm",)),
     "mm, strided out": (lambda t, a, b: t.mm(a, b, out=a.new_empty(4, 4).T), ("mm",)),
@@ -88,7 +84,7 @@ PRODUCTS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_taken(torch: Any, intercept: Any, name: str, inference: bool) -> None:
+def test_a_product_is_taken(torch, intercept, name, inference):
     call, operators = PRODUCTS[name]
     a, b = draw(torch, 4, 4), draw(torch, 4, 4, seed=1)
     true = call(torch, a.double(), b.double())
@@ -104,7 +100,7 @@ def test_a_product_is_taken(torch: Any, intercept: Any, name: str, inference: bo
     torch.testing.assert_close(found.to(true.dtype), true, rtol=2**-8, atol=2**-6)
 
 
-def test_out_receives_the_product(torch: Any, intercept: Any) -> None:
+def test_out_receives_the_product(torch, intercept):
     a = draw(torch, 4, 4)
     out, strided = torch.zeros(4, 4), torch.zeros(4, 4).T
     with intercept("fp32"):
@@ -118,7 +114,7 @@ def test_out_receives_the_product(torch: Any, intercept: Any) -> None:
     assert strided.stride() == (1, 4)
 
 
-PASSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+PASSED = {
     "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "the mode does not act"),
     "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "the mode does not act"),
     "convolution": (
@@ -144,7 +140,7 @@ PASSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("name", PASSED)
-def test_products_passed_by_are_reported_with_a_reason(torch: Any, intercept: Any, name: str) -> None:
+def test_products_passed_by_are_reported_with_a_reason(torch, intercept, name):
     import re
 
     call, operator, why = PASSED[name]
@@ -157,7 +153,7 @@ def test_products_passed_by_are_reported_with_a_reason(torch: Any, intercept: An
     assert operator in str(seen.report())
 
 
-def test_wrong_shapes_are_reported_by_torch(torch: Any, intercept: Any) -> None:
+def test_wrong_shapes_are_reported_by_torch(torch, intercept):
     with intercept("bf16") as seen, pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert seen.report().products == ()
@@ -167,11 +163,11 @@ def test_wrong_shapes_are_reported_by_torch(torch: Any, intercept: Any) -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", ["pinv", "lstsq"])
-def test_complex_solvers_conjugate_inside_the_block(torch: Any, intercept: Any, name: str, inference: bool) -> None:
+def test_complex_solvers_conjugate_inside_the_block(torch, intercept, name, inference):
     """PyTorch's kernels conjugate lazily, which it excludes below a mode."""
     leaves = [draw(torch, 3, n, dtype=torch.complex64, seed=n).requires_grad_() for n in (3, 2)]
 
-    def call() -> Any:
+    def call():
         x = [leaf.detach() for leaf in leaves] if inference else leaves
         if name == "pinv":
             found = torch.linalg.pinv(x[0]) @ x[1]
@@ -189,7 +185,7 @@ def test_complex_solvers_conjugate_inside_the_block(torch: Any, intercept: Any, 
     torch.testing.assert_close(found, true, rtol=2.0**-12, atol=2.0**-12)
 
 
-ADDED: dict[str, Callable[..., Any]] = {
+ADDED = {
     "addmm": lambda t, c, a, b, **k: t.addmm(c, a, b, **k),
     "addmm_": lambda t, c, a, b, **k: c.clone().addmm_(a, b, **k),
     "addmv": lambda t, c, a, b, **k: t.addmv(c[0], a, b[0], **k),
@@ -199,19 +195,19 @@ ADDED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("beta", [0, 0.5, 1])
 @pytest.mark.parametrize("name", ADDED)
-def test_alpha_of_zero_reads_no_product(torch: Any, intercept: Any, name: str, beta: float) -> None:
+def test_alpha_of_zero_reads_no_product(torch, intercept, name, beta):
     call, c, nan = ADDED[name], draw(torch, 3, 3), torch.full((3, 3), torch.nan)
     with intercept("fp32"):
         found = call(torch, c, nan, nan, alpha=0, beta=beta)
     assert torch.equal(found, beta * (c[0] if found.ndim == 1 else c))
 
 
-def test_a_function_is_decorated(torch: Any, intercept: Any) -> None:
+def test_a_function_is_decorated(torch, intercept):
     seen = intercept("bf16")
     x = torch.full((4, 4), 1 + 2.0**-9)
 
     @seen
-    def product(n: int) -> float:
+    def product(n):
         """Multiply."""
         if n:
             product(n - 1)
@@ -223,7 +219,7 @@ def test_a_function_is_decorated(torch: Any, intercept: Any) -> None:
     assert counts(seen.report()) == {"mm": 2}
 
     @seen
-    async def task() -> float:
+    async def task():
         return product(0)
 
     assert asyncio.run(task()) == 4
@@ -231,7 +227,7 @@ def test_a_function_is_decorated(torch: Any, intercept: Any) -> None:
 
 
 #: What PyTorch refuses, and lowprec would take.
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+REFUSED = {
     "bmm broadcasts": (lambda t: t.bmm(t.ones(1, 2, 2), t.ones(3, 2, 2)), "Expected size for first"),
     "mm of a stack": (lambda t: t.mm(t.ones(3, 2, 2), t.ones(2, 2)), "must be a matrix"),
     "out of another type": (
@@ -247,7 +243,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_errors_of_torch_stay_errors(torch: Any, intercept: Any, name: str) -> None:
+def test_errors_of_torch_stay_errors(torch, intercept, name):
     call, message = REFUSED[name]
     with intercept("fp32") as seen, pytest.raises(RuntimeError, match=message):
         call(torch)
@@ -257,13 +253,13 @@ def test_errors_of_torch_stay_errors(torch: Any, intercept: Any, name: str) -> N
 # -- an encoder -----------------------------------------------------------------------------------
 
 
-def encoder(torch: Any, layers: int = 2) -> Any:
+def encoder(torch, layers=2):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-def step(torch: Any, model: Any, run: Any = None, dtype: Any = None) -> Any:
+def step(torch, model, run=None, dtype=None):
     """Return the output and the gradients of a step, by the name of the parameter."""
     model.zero_grad()
     x, target = draw(torch, 2, 5, 16), draw(torch, 2, 5, 16, seed=1)
@@ -272,11 +268,11 @@ def step(torch: Any, model: Any, run: Any = None, dtype: Any = None) -> Any:
     return {"output": y.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def distances(found: Any, true: Any) -> dict[str, float]:
+def distances(found, true):
     return {n: float((found[n].double() - true[n]).norm()) for n in true}
 
 
-def with_errors(torch: Any, model: Any, seed: int) -> Any:
+def with_errors(torch, model, seed):
     """Return a step in float64 in which each product is off by its bound in bfloat16, with signs of chance.
 
     Operands that are rounded by ``u`` each change a product by at most ``(2u + u^2) |A| |B|``, element by element.
@@ -286,7 +282,7 @@ def with_errors(torch: Any, model: Any, seed: int) -> Any:
     made = torch.Generator().manual_seed(seed)
 
     class Disturbing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             found = func(*args, **(kwargs or {}))
             if func._opname in ("mm", "bmm", "addmm"):
                 a, b = (x.detach().abs() for x in args[-2:])
@@ -303,7 +299,7 @@ def with_errors(torch: Any, model: Any, seed: int) -> Any:
 FORWARD, BACKWARD = 6, 12
 
 
-def test_an_encoder_is_taken_forward_and_backward(torch: Any, intercept: Any) -> None:
+def test_an_encoder_is_taken_forward_and_backward(torch, intercept):
     model = encoder(torch)
     with plain_attention(), intercept("bf16") as seen, lowprec.profile() as profile:
         low = step(torch, model)
@@ -335,7 +331,7 @@ def test_an_encoder_is_taken_forward_and_backward(torch: Any, intercept: Any) ->
 # -- around the block -----------------------------------------------------------------------------
 
 
-def test_a_backward_pass_after_the_block_is_reported(torch: Any, intercept: Any) -> None:
+def test_a_backward_pass_after_the_block_is_reported(torch, intercept):
     layer = torch.nn.Linear(4, 4)
     with intercept("bf16") as seen:
         y = layer(torch.ones(2, 4))
@@ -344,7 +340,7 @@ def test_a_backward_pass_after_the_block_is_reported(torch: Any, intercept: Any)
     assert sum(p.count for p in seen.report().taken) == 1
 
 
-def test_the_guard_takes_precedence(torch: Any, intercept: Any) -> None:
+def test_the_guard_takes_precedence(torch, intercept):
     x = torch.full((4, 4), 1 + 2.0**-9)
     with intercept("bf16") as seen:
         assert float((x @ x)[0, 0]) == 4
@@ -353,7 +349,7 @@ def test_the_guard_takes_precedence(torch: Any, intercept: Any) -> None:
     assert [(p.mode, p.count) for p in seen.report().taken] == [("bf16", 1), ("fp32", 1)]
 
 
-def test_nested_blocks_and_other_modes(torch: Any, intercept: Any) -> None:
+def test_nested_blocks_and_other_modes(torch, intercept):
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.full((4, 4), 1 + 2.0**-9)
@@ -371,17 +367,17 @@ def test_nested_blocks_and_other_modes(torch: Any, intercept: Any) -> None:
     assert counts(inner.report()) == {"mm": 2}
 
 
-def test_blocks_that_overlap_in_threads_and_end_in_any_order(torch: Any, intercept: Any) -> None:
+def test_blocks_that_overlap_in_threads_and_end_in_any_order(torch, intercept):
     x = torch.full((4, 4), 1 + 2.0**-9)
     entered, leave = threading.Event(), threading.Event()
 
-    def other() -> None:
+    def other():
         with intercept("fp32"):
             entered.set()
             leave.wait(60)
             found.append(float((x @ x)[0, 0]))
 
-    found: list[float] = []
+    found = []
     thread = threading.Thread(target=other)
     with intercept("bf16"):
         thread.start()
@@ -401,7 +397,7 @@ def test_blocks_that_overlap_in_threads_and_end_in_any_order(torch: Any, interce
     assert counts(inner.report()) == {"mm": 1}
 
 
-def test_an_exit_in_another_thread_leaves_the_block_open(torch: Any, intercept: Any) -> None:
+def test_an_exit_in_another_thread_leaves_the_block_open(torch, intercept):
     x = torch.ones(2, 2)
     with intercept("bf16") as seen, ThreadPoolExecutor(1) as pool:
         with pytest.warns(lowprec.LowprecWarning, match="left in another thread or task than it was entered in"):
@@ -411,15 +407,15 @@ def test_an_exit_in_another_thread_leaves_the_block_open(torch: Any, intercept: 
     assert counts(seen.report()) == {"mm": 1}
 
 
-def test_an_interrupt_at_any_step_leaves_no_block(torch: Any, intercept: Any) -> None:
+def test_an_interrupt_at_any_step_leaves_no_block(torch, intercept):
 
     x = torch.ones(2, 2)
 
-    def block() -> None:
+    def block():
         with intercept("bf16"):
             x @ x
 
-    def check() -> None:
+    def check():
         stack = intercept._stack.get()
         for entry in stack:  # of an interrupt before the first line of `__exit__`
             entry.close()
@@ -435,7 +431,7 @@ def test_an_interrupt_at_any_step_leaves_no_block(torch: Any, intercept: Any) ->
         intercept("fp32")._release(holder)
 
 
-def test_a_model_that_was_compiled_before_is_seen(torch: Any, intercept: Any) -> None:
+def test_a_model_that_was_compiled_before_is_seen(torch, intercept):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x @ x, backend="aot_eager")
     x = torch.full((4, 4), 1 + 2.0**-9)
@@ -447,7 +443,7 @@ def test_a_model_that_was_compiled_before_is_seen(torch: Any, intercept: Any) ->
 
 
 @pytest.mark.usefixtures("torch")
-def test_subclasses_of_tensors_pass() -> None:
+def test_subclasses_of_tensors_pass():
     # They have operators of their own, as prim::device. An exception in the mode would end the process.
     run_python("""
         import torch
@@ -469,7 +465,7 @@ def test_subclasses_of_tensors_pass() -> None:
 # -- compiled graphs ------------------------------------------------------------------------------
 
 
-def passes_alone(mode: str) -> Any:
+def passes_alone(mode):
     """Return a backend of torch.compile that runs Inductor's graphs after lowprec's passes, without its kernels."""
     from functorch.compile import default_partition, make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -478,20 +474,20 @@ def passes_alone(mode: str) -> Any:
 
     options = lt.inductor_options(mode)
 
-    def whole(graph: Any, *args: Any) -> Any:
+    def whole(graph, *args):
         options["joint_custom_pre_pass"](graph.graph)
         graph.recompile()
         return make_boxed_func(graph.forward)
 
-    def partition(graph: Any, *args: Any, **keywords: Any) -> Any:
+    def partition(graph, *args, **keywords):
         options["joint_custom_pre_pass"](graph.graph)
         graph.recompile()
         return default_partition(graph, *args, **keywords)
 
-    def half(graph: Any, *args: Any) -> Any:
+    def half(graph, *args):
         return make_boxed_func(graph.forward)
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         options["pre_grad_custom_pass"](graph.graph)
         graph.recompile()
         return aot_autograd(fw_compiler=half, bw_compiler=half, inference_compiler=whole, partition_fn=partition)(
@@ -502,7 +498,7 @@ def passes_alone(mode: str) -> Any:
 
 
 @pytest.fixture
-def fresh(torch: Any) -> Any:
+def fresh(torch):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -512,9 +508,7 @@ def fresh(torch: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "dtype", "other"), [("fp64_emulated", "float64", "float32"), ("bf16", "float32", "float64")]
 )
-def test_a_mode_takes_the_element_types_on_which_it_acts(
-    torch: Any, intercept: Any, mode: str, dtype: str, other: str
-) -> None:
+def test_a_mode_takes_the_element_types_on_which_it_acts(torch, intercept, mode, dtype, other):
     """In a block and in a compiled graph; PyTorch computes the others."""
     x = torch.arange(16.0).reshape(4, 4).to(getattr(torch, dtype))
     y = x.to(getattr(torch, other))
@@ -535,7 +529,7 @@ def test_a_mode_takes_the_element_types_on_which_it_acts(
 
 
 @pytest.mark.usefixtures("fresh")
-def test_an_encoder_compiled_agrees_with_the_block(torch: Any, intercept: Any) -> None:
+def test_an_encoder_compiled_agrees_with_the_block(torch, intercept):
     model = encoder(torch, 1)
     with plain_attention(), intercept("bf16"):
         eager = step(torch, model)
@@ -554,7 +548,7 @@ def test_an_encoder_compiled_agrees_with_the_block(torch: Any, intercept: Any) -
 
 
 @pytest.mark.usefixtures("fresh")
-def test_products_that_a_graph_leaves_to_torch_are_reported(torch: Any) -> None:
+def test_products_that_a_graph_leaves_to_torch_are_reported(torch):
     model = encoder(torch, 1).eval()
     compiled = torch.compile(model, backend=passes_alone("bf16"))
     with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
@@ -565,7 +559,7 @@ def test_products_that_a_graph_leaves_to_torch_are_reported(torch: Any) -> None:
 
 
 @pytest.mark.usefixtures("fresh", "quick_inductor")
-def test_inductor_takes_the_options_and_knows_the_mode(torch: Any) -> None:
+def test_inductor_takes_the_options_and_knows_the_mode(torch):
     import lowprec.torch as lt
 
     x = torch.full((4, 4), 1 + 2.0**-9, requires_grad=True)

@@ -1,13 +1,9 @@
 """Interception in PyTorch's programs: layers, transforms, graphs, processes; and PyTorch's own samples of operators."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ ABOVE = 1 + 2.0**-9
 
 
 @pytest.fixture
-def intercept(torch: Any) -> Any:
+def intercept(torch):
     import lowprec.torch as lt
 
     yield lt.intercept
@@ -30,8 +26,8 @@ def intercept(torch: Any) -> Any:
     assert not lt.intercept._holders
 
 
-def counts(products: Any) -> Counter[Any]:
-    found: Counter[Any] = Counter()
+def counts(products):
+    found = Counter()
     for p in products:
         found[p.operator] += p.count
     return found
@@ -43,17 +39,17 @@ def counts(products: Any) -> Counter[Any]:
 class Block:
     """A model with an attention-like part, whose three products share an activation, a feed-forward part and a head."""
 
-    def __new__(cls, torch: Any) -> Any:
+    def __new__(cls, torch):
         nn = torch.nn
 
         class Model(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
                 self.q, self.k, self.v = (nn.Linear(16, 16) for _ in "qkv")
                 self.mlp = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
                 self.lm_head = nn.Linear(16, 8, bias=False)
 
-            def forward(self, x: Any) -> Any:
+            def forward(self, x):
                 y = self.q(x) * self.k(x) + self.v(x)
                 return self.lm_head(self.mlp(y))
 
@@ -69,7 +65,7 @@ MODES = {"lm_head": "fp32", "mlp.*": "bf16", "*": "tf32"}
 
 @pytest.mark.parametrize("needs_input", [False, True])
 @pytest.mark.parametrize("way", ["eager", "checkpoint", "graph"])
-def test_each_layer_has_its_mode(torch: Any, intercept: Any, way: str, needs_input: bool) -> None:
+def test_each_layer_has_its_mode(torch, intercept, way, needs_input):
     model = Block(torch)
     x = torch.randn(5, 16, requires_grad=needs_input)
     run = model
@@ -80,7 +76,7 @@ def test_each_layer_has_its_mode(torch: Any, intercept: Any, way: str, needs_inp
         run = torch.compile(model, backend="aot_eager")
     with intercept(MODES) as seen:
         run(x).square().sum().backward()
-    found: Counter[Any] = Counter()
+    found = Counter()
     for p in seen.report().taken:
         found[p.layer, p.mode] += p.count
     expected = Counter(STEP)
@@ -99,7 +95,7 @@ def test_each_layer_has_its_mode(torch: Any, intercept: Any, way: str, needs_inp
     torch._dynamo.reset()
 
 
-def test_layers_are_found_by_class_after_moves_and_in_new_models(torch: Any, intercept: Any) -> None:
+def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercept):
     nn = torch.nn
     with intercept({nn.Linear: "bf16"}) as seen:
         first = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 2))
@@ -128,7 +124,7 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch: Any, int
         intercept({})
 
 
-def test_memory_of_a_deleted_layer_belongs_to_no_layer(torch: Any, intercept: Any) -> None:
+def test_memory_of_a_deleted_layer_belongs_to_no_layer(torch, intercept):
     memory = np.ones((8, 8), np.float32)
     layer = torch.nn.Linear(8, 8, bias=False)
     layer.weight = torch.nn.Parameter(torch.from_numpy(memory))
@@ -141,7 +137,7 @@ def test_memory_of_a_deleted_layer_belongs_to_no_layer(torch: Any, intercept: An
     assert {p.layer: p.count for p in seen.report().taken} == {"Linear": 1, "": 1}
 
 
-def test_layers_of_different_modes_that_share_a_product_are_noted(torch: Any, intercept: Any) -> None:
+def test_layers_of_different_modes_that_share_a_product_are_noted(torch, intercept):
     torch._dynamo.reset()
     model = torch.compile(Block(torch), backend="aot_eager")
     with intercept({"q": "fp32", "*": "bf16"}) as seen:
@@ -150,7 +146,7 @@ def test_layers_of_different_modes_that_share_a_product_are_noted(torch: Any, in
     assert "q|k|v have different modes" in str(seen.report())
 
 
-def test_rows_do_not_grow_with_shapes(torch: Any, intercept: Any) -> None:
+def test_rows_do_not_grow_with_shapes(torch, intercept):
     layer = torch.nn.Linear(4, 4)
     with torch.no_grad(), intercept("fp32", statistics=True) as seen:
         for n in range(1, 50):
@@ -164,7 +160,7 @@ def test_rows_do_not_grow_with_shapes(torch: Any, intercept: Any) -> None:
     assert "underflow" in str(seen.report())
 
 
-def test_ledgers_are_bounded() -> None:
+def test_ledgers_are_bounded():
     from lowprec.core.interception_report import _MOST_ROWS, Ledger, Row
 
     ledger = Ledger()
@@ -175,13 +171,13 @@ def test_ledgers_are_bounded() -> None:
     assert {p.count for p in report.products if p.layer == "(further layers)"} == {100}
 
 
-def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch: Any) -> None:
+def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch):
     """As torchao.quantize_ replaces weights of torch.nn.Linear and its subclasses."""
     import lowprec.torch as lt
 
     class Quantised(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
             if func is torch.nn.functional.linear:
                 return "quantised"
             return super().__torch_function__(func, types, args, kwargs or {})
@@ -194,32 +190,32 @@ def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch: Any) -> None
 # -- transforms, graphs, backward passes ----------------------------------------------------------
 
 
-def cond(t: Any, x: Any) -> Any:
+def cond(t, x):
     return t.cond(x.sum() > 0, lambda x: x @ x, lambda x: x + 1, (x,))
 
 
-def while_loop(t: Any, x: Any) -> Any:
+def while_loop(t, x):
     from torch._higher_order_ops.while_loop import while_loop
 
     return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x @ x), (t.tensor(0), x))[1]
 
 
-def flex_attention(t: Any, x: Any) -> Any:
+def flex_attention(t, x):
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(*[x.repeat(32, 4)[None, None]] * 3)
 
 
-def dual(t: Any, x: Any) -> Any:
+def dual(t, x):
     with t.autograd.forward_ad.dual_level():
         return t.autograd.forward_ad.unpack_dual(t.autograd.forward_ad.make_dual(x, x) @ x).tangent
 
 
-def jagged(t: Any, x: Any) -> Any:
+def jagged(t, x):
     return t.nn.functional.linear(t.nested.nested_tensor([x, x[:2]], layout=t.jagged), x).values()
 
 
-PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], dict[str, int]]] = {
+PROGRAMS = {
     "cond": (cond, {"mm": 1}),
     "while_loop": (while_loop, {"mm": 3}),
     "flex_attention": (flex_attention, {"bmm": 2}),
@@ -240,7 +236,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], dict[str, int]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_products_of_a_program_are_taken(torch: Any, intercept: Any, name: str) -> None:
+def test_products_of_a_program_are_taken(torch, intercept, name):
     call, expected = PROGRAMS[name]
     torch._dynamo.reset()
     x = torch.full((4, 4), ABOVE)
@@ -254,15 +250,15 @@ def test_products_of_a_program_are_taken(torch: Any, intercept: Any, name: str) 
     torch._dynamo.reset()
 
 
-def test_modes_of_functions_see_the_products_of_the_program_alone(torch: Any, intercept: Any) -> None:
+def test_modes_of_functions_see_the_products_of_the_program_alone(torch, intercept):
     from torch.overrides import TorchFunctionMode
 
     class Recording(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             called.append(func)
             return func(*args, **(kwargs or {}))
 
-    called: list[Any] = []
+    called = []
     x = torch.ones(4, 4)
     with intercept("bf16") as seen, Recording():
         torch.mm(x, x)
@@ -271,7 +267,7 @@ def test_modes_of_functions_see_the_products_of_the_program_alone(torch: Any, in
 
 
 @pytest.mark.usefixtures("quick_inductor")
-def test_compiled_products_are_taken_without_an_option(torch: Any, intercept: Any) -> None:
+def test_compiled_products_are_taken_without_an_option(torch, intercept):
     torch._dynamo.reset()
     layer = torch.nn.Linear(64, 64)
     x = torch.full((32, 64), ABOVE)
@@ -289,19 +285,19 @@ def test_compiled_products_are_taken_without_an_option(torch: Any, intercept: An
     torch._dynamo.reset()
 
 
-def test_a_backward_pass_on_other_threads_has_the_mode(torch: Any, intercept: Any) -> None:
+def test_a_backward_pass_on_other_threads_has_the_mode(torch, intercept):
     """PyTorch runs a backward pass that is nested deeper than 60 on a thread of its own."""
     x = torch.full((4, 4), ABOVE)
     depth = 61
 
     class Nested(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, y: Any, level: int) -> Any:
+        def forward(ctx, y, level):
             ctx.level = level
             return y.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
+        def backward(ctx, gradient):
             threads.add(threading.get_ident())
             found.append(float((x @ x)[0, 0]))
             if ctx.level:
@@ -309,8 +305,8 @@ def test_a_backward_pass_on_other_threads_has_the_mode(torch: Any, intercept: An
                     Nested.apply(x.clone().requires_grad_(), ctx.level - 1).sum().backward()
             return gradient, None
 
-    found: list[float] = []
-    threads: set[int] = set()
+    found = []
+    threads = set()
     with intercept("bf16") as seen:
         Nested.apply(x.clone().requires_grad_(), depth).sum().backward()
     assert len(threads) > 1
@@ -328,7 +324,7 @@ def test_a_backward_pass_on_other_threads_has_the_mode(torch: Any, intercept: An
 @posix
 @pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("start", ["fork", "os.fork"])
-def test_forked_workers_are_in_the_report(start: str) -> None:
+def test_forked_workers_are_in_the_report(start):
     folder = run_python(
         """
         import multiprocessing, os, sys
@@ -369,7 +365,7 @@ def test_forked_workers_are_in_the_report(start: str) -> None:
 
 @posix
 @pytest.mark.usefixtures("torch")
-def test_a_fork_during_the_first_product_of_another_thread() -> None:
+def test_a_fork_during_the_first_product_of_another_thread():
     """A child with the import lock of a module that another thread imported would wait for it forever."""
     run_python(
         """
@@ -469,5 +465,5 @@ SAMPLES = """
 
 @pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("which", ["quick", pytest.param("others", marks=pytest.mark.sweep)])
-def test_the_report_agrees_with_the_profiler(which: str) -> None:
+def test_the_report_agrees_with_the_profiler(which):
     run_python(SAMPLES, which)

@@ -1,11 +1,5 @@
 """PyTorch's modes, tracers and transforms: they see torch's operations, and a product of lowprec's is none of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,45 +10,45 @@ from lowprec.errors import ArrayError, LowprecError
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
-def user_mode(torch: Any) -> AbstractContextManager[Any]:
+def user_mode(torch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
     return Watching()
 
 
-def fake_mode(torch: Any) -> AbstractContextManager[Any]:
+def fake_mode(torch):
     return torch._subclasses.FakeTensorMode()
 
 
-def flop_counter(torch: Any) -> AbstractContextManager[Any]:
+def flop_counter(torch):
     from torch.utils.flop_counter import FlopCounterMode
 
     return FlopCounterMode(display=False)
 
 
 # As each is entered, the function given to it runs once; what it returns is thrown away.
-def in_mode(make: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any, Any], None]:
-    def run(torch: Any, call: Callable[[], Any]) -> None:
+def in_mode(make):
+    def run(torch, call):
         with make(torch):
             call()
 
     return run
 
 
-def jit_trace(torch: Any, call: Callable[[], Any]) -> None:
-    def traced(x: Any) -> Any:
+def jit_trace(torch, call):
+    def traced(x):
         call()
         return x + 1
 
     torch.jit.trace(traced, (torch.ones(2),), check_trace=False)
 
 
-def fx_trace(**keywords: Any) -> Callable[[Any, Any], None]:
-    def run(torch: Any, call: Callable[[], Any]) -> None:
+def fx_trace(**keywords):
+    def run(torch, call):
         from torch.fx.experimental.proxy_tensor import make_fx
 
         make_fx(lambda x: (call(), x + 1)[1], **keywords)(torch.ones(2))
@@ -62,8 +56,8 @@ def fx_trace(**keywords: Any) -> Callable[[Any, Any], None]:
     return run
 
 
-def transform(name: str) -> Callable[[Any, Any], None]:
-    def run(torch: Any, call: Callable[[], Any]) -> None:
+def transform(name):
+    def run(torch, call):
         x = torch.ones(2)
         made = getattr(torch.func, name)
         inside = lambda x: (call(), x.sum())[1]  # noqa: E731
@@ -98,7 +92,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("interceptor", INTERCEPTORS)
-def test_real_tensors_are_refused_where_torch_is_intercepted(torch: Any, interceptor: str, place: str) -> None:
+def test_real_tensors_are_refused_where_torch_is_intercepted(torch, interceptor, place):
     run, message = INTERCEPTORS[interceptor]
     host = np.ones((1, 1) if place == "bias" else (3, 3), np.float32)
     real = torch.full((1,) if place == "bias" else (3, 3), 7.0)
@@ -118,7 +112,7 @@ def test_real_tensors_are_refused_where_torch_is_intercepted(torch: Any, interce
     PLACES[place](real, host)
 
 
-def test_no_tangent_is_lost(torch: Any) -> None:
+def test_no_tangent_is_lost(torch):
     forward_ad = torch.autograd.forward_ad
     x, tangent = torch.eye(3), torch.full((3, 3), 2.0)
     host = np.eye(3, dtype=np.float32)
@@ -141,25 +135,25 @@ def test_no_tangent_is_lost(torch: Any) -> None:
             assert torch.equal(lowprec.matmul(dual, tangent), tangent)
 
 
-def test_a_product_inside_a_custom_function_is_served(torch: Any) -> None:
+def test_a_product_inside_a_custom_function_is_served(torch):
     """torch leaves a transform before it calls a rule of ``autograd.Function``: that is the way to have one."""
 
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(a: Any, b: Any) -> Any:
+        def forward(a, b):
             return lowprec.matmul(a, b)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             ctx.save_for_backward(*inputs)
 
         @staticmethod
-        def backward(ctx: Any, g: Any) -> Any:
+        def backward(ctx, g):
             a, b = ctx.saved_tensors
             return g @ b.T, a.T @ g  # inside the transform again
 
         @staticmethod
-        def jvp(ctx: Any, da: Any, db: Any) -> Any:
+        def jvp(ctx, da, db):
             return 5 * da
 
     a, b = torch.full((2, 2), 3.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -1,7 +1,5 @@
 """Two processes that share tensors: DTensor, tensor parallel layers, FSDP and DDP."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ PARTS = [
 
 
 @pytest.mark.sweep
-def test_products_of_two_ranks(tmp_path: Path) -> None:
+def test_products_of_two_ranks(tmp_path):
     torch = load_or_skip(Backend.TORCH).torch
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this PyTorch was built without gloo")

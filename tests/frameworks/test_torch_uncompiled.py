@@ -1,9 +1,5 @@
 """A call of each public function in a function of ``torch.compile``: products in its graph, the others outside."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,7 +9,7 @@ from frameworks.conftest import load_or_skip
 
 
 @pytest.fixture(scope="module")
-def operands() -> dict[str, Any]:
+def operands():
     torch = load_or_skip(Backend.TORCH).torch
     x = torch.eye(16) + torch.arange(256.0).reshape(16, 16) / 256
     others = {"row": x[0], "ones": torch.ones_like(x), "positive": x @ x.T, "gradients": [x * 1e-9]}
@@ -22,7 +18,7 @@ def operands() -> dict[str, Any]:
 
 
 #: Calls that are not traced, by public name.
-UNTRACED: dict[str, tuple[str, ...]] = {
+UNTRACED = {
     "amp": ("lowprec.amp.suggest_scale(gradients)", "repr(lowprec.amp.gradient_report(gradients))"),
     "autotune": ("lowprec.autotune(x, x)",),
     "check": ("lowprec.check(x, x, modes=['bf16'], budget=0).within",),
@@ -45,7 +41,7 @@ UNTRACED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 #: Calls in graphs, and ``with`` statements, which break graphs.
-TRACED: dict[str, str] = {
+TRACED = {
     "MathMode": "lowprec.matmul(x, x, math_mode=lowprec.MathMode.BF16)",
     "Recipe": "lowprec.matmul(x, x, math_mode=lowprec.Recipe('mxfp8', scale_rule='rceil'))",
     "ShapeDtype": "lowprec.ShapeDtype((2, 2), 'float32').shape",
@@ -66,7 +62,7 @@ TRACED: dict[str, str] = {
 OTHERS = {"DLPackArray", "__version__", "cublas_handle", "register_controller"}
 
 
-def test_every_public_function_is_called() -> None:
+def test_every_public_function_is_called():
     errors = {name for name in lowprec.__all__ if name.endswith(("Error", "Warning"))}
     assert set(lowprec.__all__) == UNTRACED.keys() | TRACED.keys() | OTHERS | errors
 
@@ -76,14 +72,14 @@ CALLS = [(text, True) for texts in UNTRACED.values() for text in texts] + [(text
 
 @pytest.mark.parametrize(("text", "outside"), CALLS, ids=[text for text, _ in CALLS])
 @pytest.mark.filterwarnings("ignore:Dynamo")
-def test_a_compiled_call(text: str, outside: bool, operands: dict[str, Any]) -> None:
+def test_a_compiled_call(text, outside, operands):
     torch, graphs = operands["torch"], []
     torch._dynamo.reset()
     statement = text if text.startswith("with") else f"found = {text}"
     names = dict(operands)
     exec(f"def call():\n    {statement}\n    return found", names)
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 

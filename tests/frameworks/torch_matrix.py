@@ -1,7 +1,5 @@
 """What PyTorch does to a function, and whether lowprec's product follows: rows of a test and of a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,21 +41,21 @@ class Row(NamedTuple):
     around: Callable[[Any, Function], Function] = lambda torch, f: f
     refused: dict[str, str] = {}  # noqa: RUF012 - never written
 
-    def make(self, torch: Any, f: Function, compiled: Function = lambda f: f) -> Function:
+    def make(self, torch, f, compiled=lambda f: f):
         """Return the function, transformed and perhaps compiled."""
         return self.around(torch, compiled(self.inside(torch, f)))
 
 
-def _recorded(torch: Any, f: Function) -> Function:
-    def backward(x: Any) -> Any:
+def _recorded(torch, f):
+    def backward(x):
         leaf = x.detach().clone().requires_grad_()
         return torch.autograd.grad(f(leaf), leaf)[0]
 
     return backward
 
 
-def _recorded_twice(torch: Any, f: Function) -> Function:
-    def backward(x: Any) -> Any:
+def _recorded_twice(torch, f):
+    def backward(x):
         leaf = x.detach().clone().requires_grad_()
         (first,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
         return torch.autograd.grad(first.sum(), leaf)[0]
@@ -65,25 +63,25 @@ def _recorded_twice(torch: Any, f: Function) -> Function:
     return backward
 
 
-def _checkpointed(torch: Any, f: Function) -> Function:
+def _checkpointed(torch, f):
     from torch.utils.checkpoint import checkpoint
 
     return lambda x: checkpoint(f, x, use_reentrant=False)
 
 
-def _as_it_is(torch: Any, f: Function) -> Function:
+def _as_it_is(torch, f):
     return f
 
 
-def _jvp(torch: Any, f: Function) -> Function:
+def _jvp(torch, f):
     return lambda x: torch.func.jvp(f, (x,), (x.sin(),))[1]
 
 
-def _jvp_of_jvp(torch: Any, f: Function) -> Function:
+def _jvp_of_jvp(torch, f):
     return _jvp(torch, _jvp(torch, f))
 
 
-def _linearized(torch: Any, f: Function) -> Function:
+def _linearized(torch, f):
     return lambda x: torch.func.linearize(f, x)[1](x.cos())
 
 
@@ -108,6 +106,6 @@ ROWS = (
 )  # fmt: skip
 
 
-def cubic(multiply: Callable[[Any, Any], Any]) -> Function:
+def cubic(multiply):
     """Return a function of a matrix with two products, one of the other's result."""
     return lambda x: (multiply(multiply(x, x), x.sin()) * x).sum()

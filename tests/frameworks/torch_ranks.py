@@ -3,15 +3,12 @@
 Started as ``torch_ranks.py RANK FILE``; the ranks meet in the file. It writes one line for each part that holds.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,13 +17,13 @@ import lowprec
 import lowprec.torch as lt
 
 
-def draw(seed: int, *shape: int) -> torch.Tensor:
+def draw(seed, *shape):
     """Return integers up to 3, sums of few of which are exact in bfloat16 and in FP32."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=made).float()
 
 
-def placements(mesh: DeviceMesh) -> None:
+def placements(mesh):
     """Every pair of placements, forward and backward."""
     for shapes in (((4, 6), (6, 8)), ((2, 4, 6), (6, 8)), ((2, 4, 6), (2, 6, 8)), ((2, 4, 6), (1, 6, 8))):
         a, b = (draw(i, *shape) for i, shape in enumerate(shapes))
@@ -44,7 +41,7 @@ def placements(mesh: DeviceMesh) -> None:
                 assert torch.equal(y.grad.full_tensor(), true)
 
 
-def a_sum_over_ranks(mesh: DeviceMesh) -> None:
+def a_sum_over_ranks(mesh):
     """An operand that is a sum is summed before it is rounded: 1 + 2^-9 is 1 in bfloat16, its halves apart are not."""
     part = torch.full((4, 4), 1.0 if mesh.get_local_rank() else 2.0**-9)
     x = DTensor.from_local(part, mesh, [Partial()])
@@ -52,34 +49,33 @@ def a_sum_over_ranks(mesh: DeviceMesh) -> None:
     assert torch.equal(lowprec.matmul(x, eye, math_mode="bf16").full_tensor(), torch.ones(4, 4))
 
 
-def model(linear: Any) -> nn.Sequential:
+def model(linear):
     made = nn.Sequential(linear(6, 8), nn.ReLU(), linear(8, 4))
     for i, parameter in enumerate(made.parameters()):
         parameter.data = draw(i, *parameter.shape)
     return made
 
 
-def step(net: nn.Module) -> Any:
+def step(net):
     """Return the sum and the gradients of a step on all rows."""
     y = net(draw(9, 4, 6))
     (y * draw(10, 4, 4)).sum().backward()
     return [y.detach(), *(whole(p.grad) for p in net.parameters())]
 
 
-def whole(x: Any) -> torch.Tensor:
-    full: torch.Tensor = x.full_tensor() if isinstance(x, DTensor) else x
-    return full
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def equal(found: Any, true: Any) -> None:
+def equal(found, true):
     for x, y in zip(found, true, strict=True):
         assert torch.equal(whole(x), y), (whole(x), y)
 
 
-def tensor_parallel_layer(mesh: DeviceMesh) -> None:
+def tensor_parallel_layer(mesh):
     net = parallelize_module(model(lt.Linear), mesh, PLAN)
     with lowprec.math_mode("fp32"), lowprec.profile() as profile:
         found = step(net)
@@ -87,7 +83,7 @@ def tensor_parallel_layer(mesh: DeviceMesh) -> None:
     assert len(profile) == 5  # two forward; three backward, since the gradient of the input is not needed
 
 
-def tensor_parallel_and_intercepted(mesh: DeviceMesh) -> None:
+def tensor_parallel_and_intercepted(mesh):
     net = parallelize_module(model(nn.Linear), mesh, PLAN)
     with lt.intercept("fp32") as seen:
         found = step(net)
@@ -96,14 +92,14 @@ def tensor_parallel_and_intercepted(mesh: DeviceMesh) -> None:
     assert not seen.report().passed
 
 
-def fully_sharded(mesh: DeviceMesh) -> None:
+def fully_sharded(mesh):
     net = model(lt.Linear)
     for layer in (net[0], net[2], net):
         fully_shard(layer, mesh=mesh)
     equal(step(net), step(model(nn.Linear)))
 
 
-def data_parallel(mesh: DeviceMesh) -> None:
+def data_parallel(mesh):
     equal(step(nn.parallel.DistributedDataParallel(model(lt.Linear))), step(model(nn.Linear)))
 
 

@@ -1,10 +1,5 @@
 """PyTorch's switches for the precision of float32 products, all of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 LEAVES = [(backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")]
 ALL = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
 
@@ -12,22 +7,22 @@ ALL = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
 class Switches:
     """The switches by name, with their start state."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch):
         self.torch = torch
         self.get = torch._C._get_fp32_precision_getter
         self.put = torch._C._set_fp32_precision_setter
 
-    def reset(self) -> None:
+    def reset(self):
         self.torch.set_float32_matmul_precision("highest")
         self.torch._C._set_cudnn_allow_tf32(True)
         for pair in [*ALL, *LEAVES]:
             # CUDA's convolutions start with TF32.
             self.put(*pair, "tf32" if pair in (("cuda", "conv"), ("cuda", "rnn")) else "none")
 
-    def read(self) -> dict[str, Any]:
+    def read(self):
         """Return the values as a user reads them, refusals included."""
 
-        def tried(getter: Callable[[], Any]) -> Any:
+        def tried(getter):
             try:
                 return getter()
             except RuntimeError:

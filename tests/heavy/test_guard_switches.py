@@ -3,14 +3,10 @@
 One process holds one of the two: loaded together, their copies of one C++ library crash each other.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,7 @@ from lowprec import LowprecWarning, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
 
 #: By library: how its user reads and sets its switches, one pair per switch.
-USERS: dict[str, list[tuple[str, str]]] = {
+USERS = {
     "tensorflow": [
         (
             "config.experimental.tensor_float_32_execution_enabled",
@@ -35,7 +31,7 @@ USERS: dict[str, list[tuple[str, str]]] = {
 class User:
     """What a user of the library does with its switches."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
         other = next(iter(USERS.keys() - {name}))
@@ -48,22 +44,22 @@ class User:
         self.name = name
         self.controller = next(c for c in controllers() if c.name == name)
 
-    def _find(self, path: str) -> Any:
-        found: Any = self._module
+    def _find(self, path):
+        found = self._module
         for part in path.split("."):
             found = getattr(found, part)
         return found
 
-    def read(self) -> list[bool]:
+    def read(self):
         return [self._find(getter)() for getter, _ in USERS[self.name]]
 
-    def write(self, values: list[bool]) -> None:
+    def write(self, values):
         for (_, setter), value in zip(USERS[self.name], values, strict=True):
             self._find(setter)(value)
 
 
 @pytest.fixture(params=USERS)
-def user(request: pytest.FixtureRequest) -> Iterator[User]:
+def user(request):
     found = User(request.param)
     before = found.read()
     yield found
@@ -71,7 +67,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[User]:
 
 
 @pytest.mark.parametrize("start", [True, False])
-def test_every_start_state_comes_back(user: User, start: bool) -> None:
+def test_every_start_state_comes_back(user, start):
     values = [start] * len(user.read())
     for i in range(len(values)):
         mixed = [*values]
@@ -85,7 +81,7 @@ def test_every_start_state_comes_back(user: User, start: bool) -> None:
             assert user.read() == state
 
 
-def test_a_mode_sets_it_and_the_guard_takes_precedence(user: User) -> None:
+def test_a_mode_sets_it_and_the_guard_takes_precedence(user):
     before = user.read()
     with math_mode("tf32", frameworks=[user.name]):
         assert all(user.read())
@@ -97,7 +93,7 @@ def test_a_mode_sets_it_and_the_guard_takes_precedence(user: User) -> None:
         math_mode("bf16", frameworks=[user.name]).__enter__().__exit__()
 
 
-def test_info_shows_it(user: User) -> None:
+def test_info_shows_it(user):
     rows = [row for row in info()["frameworks"] if row["library"] == user.name]
     assert [row["value"] for row in rows] == user.read()
     assert {row["switch"] for row in rows} == set(user.controller.switches)

@@ -4,8 +4,6 @@ The list is unfavourable. Unless the preference forbids it, the first choice sum
 or it needs aligned pointers and a workspace; the fastest is not the first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from dataclasses import astuple, dataclass, replace
@@ -14,10 +12,8 @@ from typing import NamedTuple
 from nvmath.bindings import cublasLt as real
 
 from software_cuda import tables
-from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
-from software_cuda.problem import Problem
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
-from software_cuda.switches import Switches
 
 NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
 _PREF = real.MatmulPreferenceAttribute
@@ -45,18 +41,18 @@ class Algorithm:
     workspace: int
     made_for: bytes
 
-    def pack(self) -> bytes:
+    def pack(self):
         return _FORMAT.pack(*astuple(self), _MAGIC)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Algorithm:
+    def unpack(cls, data):
         """Return the algorithm that 64 bytes name."""
         *fields, magic = _FORMAT.unpack(data)
         if magic != _MAGIC:
             raise Refusal(INVALID_VALUE, "these 64 bytes are no algorithm of this library")
         return cls(*fields)
 
-    def capabilities(self) -> dict[int, int]:
+    def capabilities(self):
         """Return the values of ``MatmulAlgoCapAttribute``."""
         return {
             _CAP.NUMERICAL_IMPL_FLAGS: self.flags,
@@ -84,7 +80,7 @@ class Template(NamedTuple):
 
 
 #: In the heuristics' order.
-TEMPLATES: tuple[Template, ...] = (
+TEMPLATES = (
     Template(66, "128x128", "64x4", 4, OUTPUT_TYPE, 16, 16, 1.0),
     Template(66, "128x256", "64x3", 1, NONE, 16, 1, 0.9),
     Template(31, "128x64", "32x4", 2, INPLACE, 16, 1, 0.8),
@@ -102,12 +98,12 @@ TIMES = {(x.id, x.tile): x.time for x in TEMPLATES}
 _WIDEST_SPLIT = 8
 
 
-def made_for(x: Problem, device: str) -> bytes:
+def made_for(x, device):
     """Return the digest of what an algorithm depends on."""
     return hashlib.sha256(repr((x.signature, x.epilogue, device)).encode()).digest()[:8]
 
 
-def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
+def candidates(x, device, *, tf32_forbidden):
     """Return all algorithms for a product, whatever the preference; the most promising first."""
     emulates = x.emulation is not None
     flags = tables.flags(x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden, emulates=emulates)
@@ -135,18 +131,18 @@ def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorit
     return found
 
 
-def _smallest(x: Problem) -> int:
+def _smallest(x):
     """Return the alignment of the smallest element, or of its parts where it is complex."""
     return min(y.dtype.itemsize // (2 if y.dtype.kind == "c" else 1) for y in (x.a, x.b, x.d))
 
 
-def fits_shape(algorithm: Algorithm, x: Problem) -> bool:
+def fits_shape(algorithm, x):
     """Whether the leading dimensions and strides have the alignment that an algorithm needs."""
     return all(y.alignment() >= algorithm.alignment for y in (x.a, x.b, x.c, x.d))
 
 
-def search(x: Problem, preference: Object, device: str, switches: Switches, *, tf32_forbidden: bool) -> list[Algorithm]:
-    def get(name: str, default: int) -> int:
+def search(x, preference, device, switches, *, tf32_forbidden):
+    def get(name, default):
         member = _PREF[name]
         return preference.get(member, real.get_matmul_preference_attribute_dtype(member), default)
 

@@ -5,27 +5,21 @@ accumulates; split parts are rounded in the type that their reduction scheme nam
 its operations rounded. Integers wrap.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from software_cuda import tables
 from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
-from software_cuda.emulation import Emulation, bf16x9, fixed_point
-from software_cuda.memory import Memory
+from software_cuda.emulation import bf16x9, fixed_point
 from software_cuda.problem import Matrix, Problem
 from software_cuda.recorder import Fault
 
-Array = NDArray[Any]
 
-
-def strided(memory: Memory, x: Matrix, pointer: int, device: int) -> Array:
+def strided(memory, x, pointer, device):
     """Return an array (batch, rows, cols) on the device's memory; raises Fault if any element is not allocated."""
     first, end = x.span()
     data = memory.at(pointer + first, end - first, device, f"cublasLtMatmul, {x.name}")
@@ -36,7 +30,7 @@ def strided(memory: Memory, x: Matrix, pointer: int, device: int) -> Array:
     return np.ndarray(x.shape, x.dtype, data, -first, strides)
 
 
-def round_tf32(x: Array) -> Array:
+def round_tf32(x):
     """Round float32 to 11 significant bits, ties away from zero; NaN and Inf stay."""
     parts = np.ascontiguousarray(x).view(np.uint32)
     rounded = (parts + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
@@ -44,7 +38,7 @@ def round_tf32(x: Array) -> Array:
     return np.where(special, parts, rounded).view(x.dtype)
 
 
-def _rounded(x: Array, flags: int) -> Array:
+def _rounded(x, flags):
     """Return operands as the units round them, in the type in which they are multiplied."""
     if x.dtype in (np.float32, np.complex64):
         if flags & tables.INPUT_TF32:
@@ -57,7 +51,7 @@ def _rounded(x: Array, flags: int) -> Array:
     return x.astype(kinds.get(x.dtype.kind, np.float64))
 
 
-def block_scales(memory: Memory, pointer: int, mode: int, outer: int, k: int, device: int) -> Array:
+def block_scales(memory, pointer, mode, outer, k, device):
     """Return a factor for each element, (outer, k), from the scales of blocks of k in tiles of 128 x 4.
 
     Raises Fault if a scale is not allocated, or one of an incomplete tile, beyond the operand, is not zero.
@@ -91,7 +85,7 @@ class Call:
     d: int
     device: int
 
-    def multiply(self, memory: Memory) -> Array:
+    def multiply(self, memory):
         """Read the operands and return the values of D, in its type."""
         x = self.problem
         with np.errstate(all="ignore"):
@@ -104,7 +98,7 @@ class Call:
                 value = value + self._bias(memory).astype(value.dtype)
             return _activated(value, x.activation).astype(x.d.dtype)
 
-    def _product(self, memory: Memory) -> Array:
+    def _product(self, memory):
         x, algorithm = self.problem, self.algorithm
         scale = tables.DTYPES[x.scale]
         if x.emulation and algorithm.flags == tables.EMULATED_FLAGS[x.compute]:
@@ -127,7 +121,7 @@ class Call:
                 total = total.astype(passes).astype(accumulator)
         return total.astype(scale)
 
-    def _emulated(self, memory: Memory, how: Emulation) -> Array:
+    def _emulated(self, memory, how):
         x = self.problem
         a, b = (
             _transposed(strided(memory, matrix, pointer, self.device), operation)
@@ -135,7 +129,7 @@ class Call:
         )
         return bf16x9(a, b) if x.compute == tables.EMULATED_16BFX9 else fixed_point(a, b, how)
 
-    def _scale(self, memory: Memory) -> Any:
+    def _scale(self, memory):
         found = np.float32(1)
         for pointer in (self.problem.a_scale, self.problem.b_scale):
             if pointer and not self.problem.a_mode:
@@ -143,33 +137,33 @@ class Call:
                 found = found * data.view(np.float32)[0]
         return found if self.problem.is_narrow else tables.DTYPES[self.problem.scale].type(1)
 
-    def _bias(self, memory: Memory) -> Array:
+    def _bias(self, memory):
         x = self.problem
         stride = x.bias_batch_stride if x.d.batch_count > 1 else 0
         bias = Matrix("bias", x.bias_type, x.m, 1, x.m, 0, x.d.batch_count, stride)
         return strided(memory, bias, x.bias_pointer, self.device)
 
-    def write(self, memory: Memory, value: Array) -> None:
+    def write(self, memory, value):
         """Write the elements of D, and no other byte."""
         strided(memory, self.problem.d, self.d, self.device)[...] = value
 
-    def poison(self, memory: Memory) -> None:
+    def poison(self, memory):
         """Write NaN, which no test takes for a result."""
         target = strided(memory, self.problem.d, self.d, self.device)
         target[...] = np.frombuffer(b"\xff" * target.dtype.itemsize, target.dtype)[0]
 
 
-def _operand(x: Array, operation: int, flags: int) -> Array:
+def _operand(x, operation, flags):
     return _transposed(_rounded(x, flags), operation)
 
 
-def _transposed(x: Array, operation: int) -> Array:
+def _transposed(x, operation):
     if operation:
         x = x.swapaxes(1, 2)
     return x.conj() if operation == 2 else x
 
 
-def _activated(x: Array, activation: str) -> Array:
+def _activated(x, activation):
     if activation == "relu":
         # cuBLASLt documents max(x, 0); whether NaN passes is undocumented.
         return np.where(x < 0, x.dtype.type(0), x)

@@ -3,18 +3,12 @@
 Source of the rules for streams: the Array API standard, ``__dlpack__``.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from lowprec.arrays import Device
 from lowprec.arrays.dlpack import export, import_array
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from software_cuda.memory import Allocation
-from software_cuda.runtime import Runtime
 from software_cuda.streams import Stream
 
 _DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
@@ -24,7 +18,7 @@ _LEGACY, _NO_SYNCHRONISATION = 1, -1
 class Tenancy:
     """Memory of an array, freed as soon as it is unreachable, or in the order of ``stream``."""
 
-    def __init__(self, runtime: Runtime, device: int, nbytes: int, stream: Stream | None = None) -> None:
+    def __init__(self, runtime, device, nbytes, stream=None):
         with runtime.lock:
             self.address = runtime.memory.allocate(device, max(nbytes, 1))
             assert self.address, "the device has not that much memory"
@@ -34,7 +28,7 @@ class Tenancy:
         self._runtime = runtime
         self._stream = stream
 
-    def __del__(self) -> None:
+    def __del__(self):
         runtime, block, stream = self._runtime, self._block, self._stream
         if stream is None:
             runtime.memory.drop(block)
@@ -43,7 +37,7 @@ class Tenancy:
                 runtime.scheduler.enqueue(stream, "give back", lambda: runtime.memory.drop(block))
 
 
-def span(values: NDArray[Any]) -> tuple[int, int]:
+def span(values):
     """Return the offsets in bytes, from the first element, of the lowest byte and of the end of the highest."""
     if not values.size:
         return 0, 0
@@ -59,7 +53,7 @@ class DeviceArray:
     default the stream is a new one that does not wait for the default stream.
     """
 
-    def __init__(self, runtime: Runtime, values: Any, *, device: int = 0, stream: int | None = None) -> None:
+    def __init__(self, runtime, values, *, device=0, stream=None):
         values = np.asarray(values)
         self.runtime = runtime
         self.device = device
@@ -68,32 +62,32 @@ class DeviceArray:
         fill(runtime, self.producer, self.memory, values)
 
     @property
-    def address(self) -> int:
+    def address(self):
         """The address of the element with all indices zero."""
         return self.memory.ctypes.data
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, self.device)
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         make_wait(self.runtime, self.producer, self.device, stream)
         return capsule(self.memory, self.device, max_version)
 
-    def to_numpy(self) -> NDArray[Any]:
+    def to_numpy(self):
         """Return the elements once the producer's stream and the legacy default stream are done."""
         self.runtime.wait_for(self.producer)
         self.runtime.wait_for(self.runtime.stream_of(self.device, _LEGACY))
         return checked(self.runtime, self.memory, self.device).copy()
 
 
-def new_stream(runtime: Runtime, device: int) -> Stream:
+def new_stream(runtime, device):
     """Return a new stream of another library, which is not counted among lowprec's."""
     found = Stream(0, device, blocking=False)
     runtime.scheduler.streams.append(found)
     return found
 
 
-def make_wait(runtime: Runtime, producer: Stream, device: int, consumer: Any) -> None:
+def make_wait(runtime, producer, device, consumer):
     """Make the consumer's stream wait as the standard requires; raises BufferError if it is not allowed for CUDA."""
     if consumer is None:
         consumer = _LEGACY
@@ -110,24 +104,24 @@ def make_wait(runtime: Runtime, producer: Stream, device: int, consumer: Any) ->
     runtime.join(producer, after)
 
 
-def _on_device(runtime: Runtime, values: NDArray[Any], device: int, stream: Stream | None = None) -> NDArray[Any]:
+def _on_device(runtime, values, device, stream=None):
     """Return an array like this one on memory of a device."""
     first, end = span(values)
     home = Tenancy(runtime, device, end - first, stream)
     return np.ndarray(values.shape, values.dtype, memory_at(home.address, home), -first, values.strides)
 
 
-def empty(runtime: Runtime, shape: tuple[int, ...], dtype: Any, device: int, stream: Stream) -> NDArray[Any]:
+def empty(runtime, shape, dtype, device, stream):
     """Return a row-major array on memory of a device, freed in the order of a stream."""
     return _on_device(runtime, np.ndarray(shape, dtype, memory_at(256, None)), device, stream)
 
 
-def fill(runtime: Runtime, stream: Stream, memory: NDArray[Any], values: NDArray[Any]) -> None:
+def fill(runtime, stream, memory, values):
     """Queue the writing of values, which are read now."""
     values = values.copy()
     device = stream.device
 
-    def write() -> None:
+    def write():
         if memory.size:
             target = checked(runtime, memory, device)
             target[...] = values
@@ -136,7 +130,7 @@ def fill(runtime: Runtime, stream: Stream, memory: NDArray[Any], values: NDArray
         runtime.enqueue(stream, "write", write, 0.01)
 
 
-def checked(runtime: Runtime, memory: NDArray[Any], device: int) -> NDArray[Any]:
+def checked(runtime, memory, device):
     """Return an array on the memory of a device for reading and writing; raises Fault if it is not allocated."""
     if not memory.size:
         return np.empty(memory.shape, memory.dtype)
@@ -145,12 +139,12 @@ def checked(runtime: Runtime, memory: NDArray[Any], device: int) -> NDArray[Any]
     return np.ndarray(memory.shape, memory.dtype, data, -first, memory.strides)
 
 
-def capsule(memory: NDArray[Any], device: int, max_version: tuple[int, int] | None) -> object:
+def capsule(memory, device, max_version):
     """Return a DLPack capsule of an array on a device."""
     return export(memory, _DTYPES[memory.dtype], max_version, device=Device(2, device))
 
 
-def read(runtime: Runtime, array: Any) -> NDArray[Any]:
+def read(runtime, array):
     """Return the elements of an array with DLPack, for a reader that waits for no more than DLPack requires."""
     _, index = array.__dlpack_device__()
     stream = new_stream(runtime, index)

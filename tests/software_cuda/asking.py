@@ -1,22 +1,17 @@
 """Products requested from the software cuBLASLt directly, for tests of its refusals."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 
-from software_cuda import Software, tables
+from software_cuda import tables
 from software_cuda.tables import R_32F
 
 LEGACY = 1
 BIAS, RELU = 4, 2
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -45,19 +40,19 @@ class Asked:
     alignment: int = 256
 
     @property
-    def types(self) -> tuple[int, ...]:
+    def types(self):
         return (self.a, self.b, self.c, self.d)
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
+    def shapes(self):
         a = (self.k, self.m) if self.op_a else (self.m, self.k)
         b = (self.n, self.k) if self.op_b else (self.k, self.n)
         return [a, b, (self.m, self.n), (self.m, self.n)]
 
-    def ld(self, i: int) -> int:
+    def ld(self, i):
         return self.shapes[i][self.order[i]] + self.gap[i]
 
-    def stride(self, i: int) -> int:
+    def stride(self, i):
         given = self.strides[i]
         return self.ld(i) * self.shapes[i][1 - self.order[i]] if given is None else given
 
@@ -73,7 +68,7 @@ ENUMERATIONS = {
 class Prepared:
     """Descriptors of a product, and calls on them."""
 
-    def __init__(self, cuda: Software, asked: Asked) -> None:
+    def __init__(self, cuda, asked):
         self.asked = asked
         self.lt = lt = cuda.cublas_lt
         self.handle = lt.create()
@@ -88,17 +83,17 @@ class Prepared:
             self.set("matrix_layout", layout, **values)
             self.layouts.append(layout)
 
-    def describe(self, **values: int) -> None:
+    def describe(self, **values):
         """Set attributes of the operation."""
         self.set("matmul_desc", self.operation, **values)
 
-    def set(self, kind: str, target: int, **values: int) -> None:
+    def set(self, kind, target, **values):
         for name, number in values.items():
             member = getattr(self.lt, ENUMERATIONS[kind])[name]
             data = np.array([number], getattr(self.lt, f"get_{kind}_attribute_dtype")(member))
             getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
 
-    def search(self, workspace: int = 1 << 20) -> list[tuple[bytes, int]]:
+    def search(self, workspace=1 << 20):
         """Return algorithms and their workspaces."""
         lt, asked = self.lt, self.asked
         wanted = lt.matmul_preference_create()
@@ -111,9 +106,7 @@ class Prepared:
         lt.matmul_preference_destroy(wanted)
         return [(x["algo"].tobytes(), int(x["workspace_size"])) for x in results[: returned.value]]
 
-    def run(
-        self, algorithm: tuple[bytes, int], pointers: tuple[int, ...], workspace: int = 0, stream: int = LEGACY
-    ) -> None:
+    def run(self, algorithm, pointers, workspace=0, stream=LEGACY):
         dtype = tables.DTYPES[self.asked.scale]
         alpha, beta = (
             np.array([x if dtype.kind == "c" else np.real(x)], dtype) for x in (self.asked.alpha, self.asked.beta)
@@ -127,7 +120,7 @@ class Prepared:
         )  # fmt: skip
         alpha[:] = beta[:] = 77  # they were read when the call was made
 
-    def close(self) -> None:
+    def close(self):
         for layout in self.layouts:
             self.lt.matrix_layout_destroy(layout)
         self.lt.matmul_desc_destroy(self.operation)
@@ -135,7 +128,7 @@ class Prepared:
 
 
 @contextmanager
-def prepared(cuda: Software, asked: Asked) -> Iterator[Prepared]:
+def prepared(cuda, asked):
     found = Prepared(cuda, asked)
     try:
         yield found
@@ -146,7 +139,7 @@ def prepared(cuda: Software, asked: Asked) -> Iterator[Prepared]:
 class Data:
     """Matrices with random values in poisoned memory; `expected` is for a product of plain float32 matrices."""
 
-    def __init__(self, cuda: Software, asked: Asked, seed: int = 0) -> None:
+    def __init__(self, cuda, asked, seed=0):
         self.cuda = cuda
         self.asked = asked
         generator = np.random.default_rng(seed)
@@ -155,19 +148,19 @@ class Data:
             self.matrix(i)[...] = generator.integers(-3, 4, asked.shapes[i])
         self.bias = self.new(asked.m * 4)
 
-    def new(self, nbytes: int) -> int:
+    def new(self, nbytes):
         return int(self.cuda.runtime.cudaMalloc(nbytes)[1])
 
-    def matrix(self, i: int) -> Array:
+    def matrix(self, i):
         block = self.cuda.runtime.memory.find(self.addresses[i])
         assert block is not None
         return np.ndarray(self.asked.shapes[i], np.float32, block.memory, order="F")
 
-    def expected(self) -> Array:
+    def expected(self):
         return self.matrix(0) @ self.matrix(1)
 
 
-def refusal(cuda: Software, asked: Asked) -> Any:
+def refusal(cuda, asked):
     """Return the error of searching for an algorithm."""
     with prepared(cuda, asked) as product:
         if asked.epilogue & BIAS:

@@ -4,9 +4,6 @@ Source: the libraries of 12.9, 13.0, 13.1 and 13.10 themselves, which report thi
 counts as the older neighbour. ``nvmath.bindings`` names most of them, and has other sizes for some.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import NamedTuple
 
 #: The versions that were queried.
@@ -28,7 +25,7 @@ class Attribute(NamedTuple):
     most: int | None = None
 
     @property
-    def first(self) -> bytes:
+    def first(self):
         """Its value before it is set."""
         return self.default.to_bytes(self.nbytes, "little")
 
@@ -38,7 +35,7 @@ DESCRIPTOR, LAYOUT, PREFERENCE, EMULATION, CONFIG = (
     "matmul_desc", "matrix_layout", "matmul_preference", "emulation_desc", "matmul_algo_config",
 )  # fmt: skip
 
-_ROWS: Mapping[str, tuple[Attribute, ...]] = {
+_ROWS = {
     DESCRIPTOR: (
         *(Attribute(x, 4) for x in (0, 1, 2, 3, 4, 5, 15, 16, 31, 32, 33, 34, 35, 37)),
         *(Attribute(x, 8) for x in (8, 10, 11, 12, 13, 14, 17, 18, 19, 20, 21, 23, 24, 36)),
@@ -86,6 +83,6 @@ _ROWS: Mapping[str, tuple[Attribute, ...]] = {
 CONFIG_OFFSETS = {0: 0, 1: 4, 6: 8, 2: 12, 3: 16, 4: 20, 5: 24, 7: 28, 8: 30, 10: 32}
 
 
-def attributes(kind: str, version: int) -> dict[int, Attribute]:
+def attributes(kind, version):
     """Return the attributes of a kind of object in a version, by number."""
     return {x.number: x for x in _ROWS[kind] if x.since <= version < x.until}

@@ -4,8 +4,6 @@ A "cubin" is the shared object after a line that describes what it was made for,
 (another architecture, damaged bytes, an unknown name) is refused. ``host_cuda.h`` has the language.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools
@@ -19,14 +17,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cuda.core as real
 import numpy as np
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 
-from software_cuda.recorder import Fault, Part, Recorder, function
-from software_cuda.runtime import Runtime
+from software_cuda.recorder import Fault, Part, function
 
 _SHIM = Path(__file__).with_name("host_cuda.h")
 _MAGIC = b"software cubin "
@@ -40,13 +37,13 @@ _COMPILE = (
 )  # fmt: skip
 
 
-def compiler() -> str | None:
+def compiler():
     """Return the path of g++, None if there is none."""
     return shutil.which("g++")
 
 
 class Core(Part):
-    def __init__(self, recorder: Recorder, runtime: Runtime, cuda_major: int) -> None:
+    def __init__(self, recorder, runtime, cuda_major):
         super().__init__("core", real, recorder)
         self.__version__ = real.__version__
         self._cuda_major = cuda_major
@@ -54,15 +51,15 @@ class Core(Part):
         self.ProgramOptions = real.ProgramOptions
         self.ObjectCode = SimpleNamespace(from_cubin=self._object_code)
 
-    def error(self, status: Any, reason: str) -> Exception:
+    def error(self, status, reason):
         return NVRTCError(f"NVRTC_ERROR_COMPILATION: {reason}")
 
-    def Program(self, code: str, code_type: str, options: Any) -> Any:
+    def Program(self, code, code_type, options):
         assert code_type == "c++", "sources are CUDA C++"
         return SimpleNamespace(compile=functools.partial(self.compile, code, options.arch))
 
     @function
-    def compile(self, source: str, arch: str, target: str) -> Any:
+    def compile(self, source, arch, target):
         assert target == "cubin"
         if arch in ("sm_70", "sm_72") and self._cuda_major >= 13:
             raise NVRTCError("NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)")
@@ -70,10 +67,10 @@ class Core(Part):
         header = json.dumps({"arch": arch, "digest": hashlib.sha256(library).hexdigest()}).encode()
         return self._object_code(_MAGIC + header + b"\n" + library)
 
-    def _object_code(self, code: bytes) -> Any:
+    def _object_code(self, code):
         return SimpleNamespace(code=code, get_kernel=lambda name: Kernel(name, self._loaded(code)))
 
-    def _loaded(self, code: bytes) -> ctypes.CDLL:
+    def _loaded(self, code):
         """Load compiled code, as the driver does: it must be whole, and for this device."""
         header, _, library = code.partition(b"\n")
         if not header.startswith(_MAGIC):
@@ -87,7 +84,7 @@ class Core(Part):
         return _library(digest, library)
 
 
-def _compiled(source: str) -> bytes:
+def _compiled(source):
     """Return the shared object of a source; kept in the directory for temporary files."""
     found = compiler()
     if found is None:
@@ -102,7 +99,7 @@ def _compiled(source: str) -> bytes:
     return path.read_bytes()
 
 
-def _compile(gxx: str, source: str, path: Path) -> None:
+def _compile(gxx, source, path):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cpp")
         text = f'#include "{_SHIM}"\n{source}\n'
@@ -118,7 +115,7 @@ def _compile(gxx: str, source: str, path: Path) -> None:
         os.replace(moved, path)
 
 
-def _entry(name: str, barriers: str) -> str:
+def _entry(name, barriers):
     return (
         f'extern "C" const char* launch_{name}(void** values, const unsigned int* extents)\n'
         f"{{ typedef host_cuda::Kernel<&{name}> Kernel;\n"
@@ -127,7 +124,7 @@ def _entry(name: str, barriers: str) -> str:
     )
 
 
-def _run(*command: str) -> str:
+def _run(*command):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NVRTCError(f"NVRTC_ERROR_COMPILATION: {done.stderr}")
@@ -135,7 +132,7 @@ def _run(*command: str) -> str:
 
 
 @functools.cache
-def _library(digest: str, library: bytes) -> ctypes.CDLL:
+def _library(digest, library):
     # The file stays as long as the process: the loader takes a new file for the old one if it has its inode.
     path = Path(_folder(), f"{digest}.so")
     path.write_bytes(library)
@@ -143,7 +140,7 @@ def _library(digest: str, library: bytes) -> ctypes.CDLL:
 
 
 @functools.cache
-def _folder() -> str:
+def _folder():
     made = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
@@ -154,10 +151,10 @@ _TYPES = {"p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int64, "d": c
 
 
 class Kernel:
-    by_handle: ClassVar[dict[int, Kernel]] = {}
+    by_handle: ClassVar = {}
     _handles = itertools.count(0x7000_0000, 0x40)
 
-    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+    def __init__(self, name, library):
         self.name = name
         self.handle = next(self._handles)
         self.by_handle[self.handle] = self
@@ -170,7 +167,7 @@ class Kernel:
         self._launch.restype = letters.restype = ctypes.c_char_p
         self._letters = letters().decode()
 
-    def read(self, parameters: int) -> list[Any]:
+    def read(self, parameters):
         """Return the arguments from a list of their addresses, which must end with 0."""
         count = len(self._letters)
         addresses = (ctypes.c_uint64 * (count + 1)).from_address(parameters)
@@ -182,7 +179,7 @@ class Kernel:
             for kind, address in zip(kinds, addresses[:count], strict=True)
         ]
 
-    def run(self, extents: list[int], values: list[Any], runtime: Runtime, device: int) -> None:
+    def run(self, extents, values, runtime, device):
         """Run all threads; raises Fault if one of them accesses memory that it must not."""
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
         blocks = runtime.memory.blocks

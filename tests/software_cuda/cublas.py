@@ -4,10 +4,6 @@ Source: the cuBLAS documentation, ``cublasSetMathMode()``, ``cublasSetStream()``
 ``cublasSgemm()`` and ``cublasGemmStridedBatchedEx()``.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 from nvmath.bindings import cublas as real
 
@@ -26,8 +22,7 @@ from software_cuda.objects import (
     read_host,
 )
 from software_cuda.problem import Matrix, Problem, validate
-from software_cuda.recorder import Recorder, Refusal, function
-from software_cuda.runtime import Runtime
+from software_cuda.recorder import Refusal, function
 
 #: Modes, and the flag that may be or-ed to them.
 _MODES = frozenset({0, 1, 2, 3, 4, 8})
@@ -38,7 +33,7 @@ _TF32 = 3
 class SoftwareError(real.cuBLASError):
     """The bindings' error, with a text of its own."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status, reason):
         self.status = int(status)
         Exception.__init__(self, error_text(self.status, reason))
 
@@ -47,58 +42,57 @@ class Cublas(Registry):
     cuBLASError = real.cuBLASError
     handle_kind = "cuBLAS handle"
 
-    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(self, recorder, runtime):
         super().__init__("cublas", real, recorder, runtime)
 
-    def error(self, status: Any, reason: str) -> Exception:
+    def error(self, status, reason):
         return SoftwareError(status or INTERNAL_ERROR, reason)
 
-    def live(self) -> dict[str, int]:
+    def live(self):
         return {"cublas_handles": self.count(self.handle_kind)}
 
-    def _get(self, number: int) -> Any:
+    def _get(self, number):
         return self.get(number, self.handle_kind)
 
     @function
-    def create(self) -> int:
-        made: Any = Handle(self.handle_kind, self.runtime)
+    def create(self):
+        made = Handle(self.handle_kind, self.runtime)
         made.math_mode = made.stream = 0
         made.workspace = (0, 0)
         return self.add(made)
 
     @function
-    def destroy(self, handle: int) -> None:
+    def destroy(self, handle):
         self.destroy_handle(handle)
 
     @function
-    def get_math_mode(self, handle: int) -> int:
-        mode: int = self._get(handle).math_mode
-        return mode
+    def get_math_mode(self, handle):
+        return self._get(handle).math_mode
 
     @function
-    def set_math_mode(self, handle: int, mode: int) -> None:
+    def set_math_mode(self, handle, mode):
         found = self._get(handle)
         if int(mode) & ~_FLAG not in _MODES:
             raise Refusal(INVALID_VALUE, f"there is no math mode {mode}")
         found.math_mode = int(mode)
 
     @function
-    def set_stream(self, handle: int, stream: int) -> None:
+    def set_stream(self, handle, stream):
         found = self._get(handle)
         found.stream, found.workspace = int(stream), (0, 0)
 
     @function
-    def set_workspace(self, handle: int, address: int, nbytes: int) -> None:
+    def set_workspace(self, handle, address, nbytes):
         if address % 256:
             raise Refusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
         self._get(handle).workspace = (int(address), int(nbytes))
 
     @function
     def gemm_strided_batched_ex_64(
-        self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int,
-        alpha: int, a: int, a_type: int, lda: int, a_stride: int, b: int, b_type: int, ldb: int, b_stride: int,
-        beta: int, c: int, c_type: int, ldc: int, c_stride: int, count: int, compute: int, algorithm: int,
-    ) -> None:  # fmt: skip
+        self, handle, op_a, op_b, m, n, k,
+        alpha, a, a_type, lda, a_stride, b, b_type, ldb, b_stride,
+        beta, c, c_type, ldc, c_stride, count, compute, algorithm,
+    ):  # fmt: skip
         assert algorithm == -1, "others may round operands to 16 bits"
         found, memory = self.handle(handle), self.runtime.memory
         types = (a_type, b_type, c_type)
@@ -119,13 +113,13 @@ class Cublas(Registry):
         call = Call(asked, chosen, *factors, a, b, c, c, found.device)
         address, nbytes = found.workspace
 
-        def multiply() -> None:
+        def multiply():
             memory.at(address, nbytes, found.device, "cuBLAS, workspace")
             call.write(memory, call.multiply(memory))
 
         self._enqueue(found, "gemm", multiply)
 
-    def _enqueue(self, found: Any, label: str, work: Any) -> None:
+    def _enqueue(self, found, label, work):
         with Use(found, self.recorder), self.runtime.lock:
             try:
                 self.runtime.enqueue(self.runtime.stream(found.stream, current=True), label, work, 0.02)
@@ -134,19 +128,19 @@ class Cublas(Registry):
 
     @function
     def sgemm(
-        self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int,
-        alpha: int, a: int, lda: int, b: int, ldb: int, beta: int, c: int, ldc: int,
-    ) -> None:  # fmt: skip
+        self, handle, op_a, op_b, m, n, k,
+        alpha, a, lda, b, ldb, beta, c, ldc,
+    ):  # fmt: skip
         assert (op_a, op_b) == (0, 0), "transposes are not modelled"
         found, memory = self.handle(handle), self.runtime.memory
         factors = [np.frombuffer(read_host(x, 4), np.float32)[0] for x in (alpha, beta)]
         rounded = found.math_mode & ~_FLAG == _TF32
 
-        def at(pointer: int, rows: int, cols: int, ld: int) -> Any:
+        def at(pointer, rows, cols, ld):
             data = memory.at(pointer, 4 * (ld * (cols - 1) + rows), found.device, "cublasSgemm")
             return np.ndarray((rows, cols), np.float32, data, 0, (4, 4 * ld))
 
-        def multiply() -> None:
+        def multiply():
             left, right, out = at(a, m, k, lda), at(b, k, n, ldb), at(c, m, n, ldc)
             if rounded:
                 left, right = round_tf32(left), round_tf32(right)

@@ -4,8 +4,6 @@ What real cuBLASLt refuses is refused, with its status; the message also has the
 documentation, *Using the cuBLASLt API*, and ``cublasLt.h``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading
@@ -21,7 +19,6 @@ from software_cuda.arithmetic import Call, strided
 from software_cuda.attributes import CONFIG, CONFIG_OFFSETS, attributes
 from software_cuda.descriptors import DESCRIPTOR, EMULATION, LAYOUT, PREFERENCE, Objects
 from software_cuda.emulation import Emulation
-from software_cuda.memory import Memory
 from software_cuda.objects import (
     EXECUTION_FAILED,
     INTERNAL_ERROR,
@@ -32,9 +29,8 @@ from software_cuda.objects import (
     read_host,
     write_attribute,
 )
-from software_cuda.problem import Matrix, Problem, problem, validate
-from software_cuda.recorder import Fault, Recorder, Refusal, function
-from software_cuda.runtime import Runtime
+from software_cuda.problem import Problem, problem, validate
+from software_cuda.recorder import Fault, Refusal, function
 
 _WORKSPACE_ALIGNMENT = 256
 
@@ -53,7 +49,7 @@ class CublasLt(Objects):
     ``workspaces_race``, a product with a workspace is two pieces of work, between which others may run.
     """
 
-    def __init__(self, recorder: Recorder, runtime: Runtime, version: int) -> None:
+    def __init__(self, recorder, runtime, version):
         super().__init__(recorder, runtime, version)
         self.times: dict[tuple[int, str], float] = {}
         self.workspaces_race = True
@@ -64,11 +60,11 @@ class CublasLt(Objects):
 
     # -- algorithms -------------------------------------------------------------------------------
 
-    def _device_name(self) -> str:
+    def _device_name(self):
         model = self.runtime.devices[self.runtime.device]
         return f"{model.name} {model.capability} {self.version}"
 
-    def _problem(self, operation: int, *layouts: int) -> Problem:
+    def _problem(self, operation, *layouts):
         """Return a product that this device can compute."""
         a, b, c, d = (self.get(x, LAYOUT) for x in layouts)
         found = problem(self.get(operation, DESCRIPTOR), (a, b, c, d))
@@ -77,7 +73,7 @@ class CublasLt(Objects):
         settings = self._emulation(found.emulation_descriptor)
         return replace(found, emulation=settings if tables.emulates(found.compute, capability, self.version) else None)
 
-    def _emulation(self, number: int) -> Emulation:
+    def _emulation(self, number):
         """Return the settings of a descriptor; 0 means the defaults."""
         described = self.get(number, EMULATION).attributes if number else {}
         values = [int.from_bytes(described[i], "little", signed=True) if i in described else None for i in range(5)]
@@ -88,9 +84,9 @@ class CublasLt(Objects):
 
     @function
     def matmul_algo_get_heuristic(
-        self, handle: int, operation: int, a: int, b: int, c: int, d: int,
-        preference: int, requested: int, results: int, returned: int,
-    ) -> None:  # fmt: skip
+        self, handle, operation, a, b, c, d,
+        preference, requested, results, returned,
+    ):  # fmt: skip
         wanted = self.get(preference, PREFERENCE)
         if requested <= 0:
             raise Refusal(INVALID_VALUE, f"{requested} algorithms were asked for")
@@ -107,7 +103,7 @@ class CublasLt(Objects):
             self._write_result(results, i, algorithm)
         ctypes.c_int.from_address(returned).value = len(found)
 
-    def _write_result(self, address: int, index: int, algorithm: Algorithm) -> None:
+    def _write_result(self, address, index, algorithm):
         result = np.zeros(1, real.matmul_heuristic_result_dtype)
         result["algo"] = np.frombuffer(algorithm.pack(), real.matmul_algo_dtype)
         result["workspace_size"] = algorithm.workspace
@@ -115,14 +111,12 @@ class CublasLt(Objects):
         ctypes.memmove(address + index * result.nbytes, result.ctypes.data, result.nbytes)
 
     @function
-    def matmul_algo_check(
-        self, handle: int, operation: int, a: int, b: int, c: int, d: int, algo: int, result: int
-    ) -> None:
+    def matmul_algo_check(self, handle, operation, a, b, c, d, algo, result):
         with Use(self.handle(handle), self.recorder):
             algorithm = self._algorithm(algo, self._problem(operation, a, b, c, d))
         self._write_result(result, 0, algorithm)
 
-    def _algorithm(self, address: int, asked: Problem) -> Algorithm:
+    def _algorithm(self, address, asked):
         found = Algorithm.unpack(read_host(address, real.matmul_algo_dtype.itemsize))
         if found.made_for != made_for(asked, self._device_name()):
             raise Refusal(NOT_SUPPORTED, "the algorithm is for other types or another device")
@@ -131,7 +125,7 @@ class CublasLt(Objects):
         return found
 
     @function
-    def matmul_algo_config_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
+    def matmul_algo_config_get_attribute(self, algo, attribute, *rest):
         """Read bytes of an algorithm, whatever these are."""
         data = read_host(algo, real.matmul_algo_dtype.itemsize)
         row = known_attribute(attributes(CONFIG, self.version), attribute)
@@ -139,7 +133,7 @@ class CublasLt(Objects):
         write_attribute(data[start : start + row.nbytes], *rest)
 
     @function
-    def matmul_algo_cap_get_attribute(self, algo: int, attribute: int, *rest: int) -> None:
+    def matmul_algo_cap_get_attribute(self, algo, attribute, *rest):
         values = Algorithm.unpack(read_host(algo, real.matmul_algo_dtype.itemsize)).capabilities()
         dtype = real.get_matmul_algo_cap_attribute_dtype(attribute)
         write_attribute(np.array(values[attribute], dtype).tobytes(), *rest)
@@ -148,10 +142,10 @@ class CublasLt(Objects):
 
     @function
     def matmul(
-        self, handle: int, operation: int, alpha: int, a: int, a_layout: int, b: int, b_layout: int,
-        beta: int, c: int, c_layout: int, d: int, d_layout: int,
-        algo: int, workspace: int, workspace_bytes: int, stream: int,
-    ) -> None:  # fmt: skip
+        self, handle, operation, alpha, a, a_layout, b, b_layout,
+        beta, c, c_layout, d, d_layout,
+        algo, workspace, workspace_bytes, stream,
+    ):  # fmt: skip
         used, described = self.handle(handle), self.get(operation, DESCRIPTOR)
         with Use(used, self.recorder), Use(described, self.recorder, reads=True):
             self.let_others_run()
@@ -171,7 +165,7 @@ class CublasLt(Objects):
             with self.runtime.lock:
                 self._queue(call, workspace, stream)
 
-    def _check_call(self, call: Call) -> None:
+    def _check_call(self, call):
         x, wanted = call.problem, call.algorithm.alignment
         pointers = {"A": call.a, "B": call.b, "D": call.d}
         if call.beta != 0:
@@ -189,7 +183,7 @@ class CublasLt(Objects):
             raise Refusal(INVALID_VALUE, "C is D, with another layout")
         self._check_overlap(call)
 
-    def _check_overlap(self, call: Call) -> None:
+    def _check_overlap(self, call):
         """Note that D overwrites an operand, which has no defined result."""
         x = call.problem
         others = [(x.a, call.a), (x.b, call.b)]
@@ -201,7 +195,7 @@ class CublasLt(Objects):
             if other[0] < d[1] and d[0] < other[1] and self._shares(x.d, call.d, matrix, pointer):
                 self.recorder.faults.append(f"D overlaps {matrix.name}")
 
-    def _shares(self, d: Matrix, d_pointer: int, other: Matrix, pointer: int) -> bool:
+    def _shares(self, d, d_pointer, other, pointer):
         try:
             first = strided(self.runtime.memory, d, d_pointer, self.runtime.device)
             second = strided(self.runtime.memory, other, pointer, self.runtime.device)
@@ -209,13 +203,13 @@ class CublasLt(Objects):
         except (np.exceptions.TooHardError, Fault):  # a fault is noted when the product runs
             return False
 
-    def _check_workspace(self, algorithm: Algorithm, address: int, nbytes: int) -> None:
+    def _check_workspace(self, algorithm, address, nbytes):
         if nbytes < algorithm.workspace:
             raise Refusal(INVALID_VALUE, f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}")
         if algorithm.workspace and (not address or address % _WORKSPACE_ALIGNMENT):
             raise Refusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
 
-    def _queue(self, call: Call, workspace: int, stream: int) -> None:
+    def _queue(self, call, workspace, stream):
         runtime, algorithm, memory = self.runtime, call.algorithm, self.runtime.memory
         try:
             found = runtime.stream(stream, current=True)
@@ -232,13 +226,13 @@ class CublasLt(Objects):
         except Refusal as refusal:
             raise Refusal(EXECUTION_FAILED, f"{call.problem.signature}: {refusal.status!r}") from None
 
-    def _time_ms(self, call: Call) -> float:
+    def _time_ms(self, call):
         x, algorithm = call.problem, call.algorithm
         key = (algorithm.id, real.MatmulTile(algorithm.tile).name.removeprefix("TILE_"))
         return (0.02 + x.m * x.n * x.k * x.d.batch_count / 1e10) * self.times.get(key, TIMES[key])
 
 
-def _extent(x: Matrix, pointer: int) -> tuple[int, int]:
+def _extent(x, pointer):
     first, end = x.span()
     return pointer + first, pointer + end
 
@@ -249,7 +243,7 @@ _marks = itertools.count()
 class _Halves:
     """A product that writes a mark to its workspace and reads it later, unless other work has overwritten it."""
 
-    def __init__(self, call: Call, memory: Memory, workspace: int, recorder: Recorder) -> None:
+    def __init__(self, call, memory, workspace, recorder):
         self._call = call
         self._memory = memory
         self._workspace = workspace
@@ -257,16 +251,16 @@ class _Halves:
         self._value: Any = None
         self._mark = 0
 
-    def _bytes(self) -> Any:
+    def _bytes(self):
         size = self._call.algorithm.workspace
         return self._memory.at(self._workspace, size, self._call.device, "cublasLtMatmul, workspace")
 
-    def begin(self) -> None:
+    def begin(self):
         self._value = self._call.multiply(self._memory)
         self._mark = 1 + next(_marks) % 251
         self._bytes()[:] = self._mark
 
-    def end(self) -> None:
+    def end(self):
         if (self._bytes() == self._mark).all():
             self._call.write(self._memory, self._value)
         else:

@@ -3,27 +3,22 @@
 Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.Device``, *Memory Management*).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
 import threading
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from software_cuda.arrays import capsule, checked, empty, fill, make_wait
-from software_cuda.runtime import Runtime
 from software_cuda.streams import Stream as RuntimeStream
 
 
 class Cupy(ModuleType):
     __version__ = "14.0"
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime):
         super().__init__("cupy")
         self.runtime = runtime
         self.local = threading.local()
@@ -49,18 +44,17 @@ class Cupy(ModuleType):
             Device=OwnDevice, Stream=OwnStream, get_current_stream=self.current, runtime=SimpleNamespace(is_hip=False)
         )
 
-    def current(self, device: int | None = None) -> _Stream:
+    def current(self, device=None):
         """Return the current stream of a device: the default one outside every ``with``."""
         index = self.runtime.device if device is None else device
         stack = self.streams(index)
         return stack[-1] if stack else self.cuda.Stream(null=True, device=index)
 
-    def streams(self, device: int) -> list[_Stream]:
+    def streams(self, device):
         """Return the streams of this thread's open ``with`` blocks, the innermost last."""
-        found: list[_Stream] = vars(self.local).setdefault(str(device), [])
-        return found
+        return vars(self.local).setdefault(str(device), [])
 
-    def empty(self, shape: tuple[int, ...], dtype: Any = float) -> _Array:
+    def empty(self, shape, dtype=float):
         """Return a new array on the current device; its memory is ordered on the current stream."""
         self.runtime.make_context()
         device = self.runtime.device
@@ -70,21 +64,21 @@ class Cupy(ModuleType):
         made = empty(self.runtime, shape, dtype, device, self.current().stream)
         return self.ndarray(made, device)
 
-    def asarray(self, values: Any) -> _Array:
+    def asarray(self, values):
         """Return a copy of host memory, row-major, written in the order of the current stream."""
         values = np.asarray(values)
         made = self.empty(values.shape, values.dtype)
         fill(self.runtime, self.current().stream, made.memory, values)
         return made
 
-    def compute(self, function: Any, *operands: Any) -> _Array:
+    def compute(self, function, *operands):
         """Return a new array with a function's values, computed by work on the current stream."""
         memory = [x.memory if isinstance(x, _Array) else x for x in operands]
         like = function(*(np.ones(x.shape, x.dtype) if isinstance(x, np.ndarray) else x for x in memory))
         made, device = self.empty(np.shape(like), like.dtype), self.runtime.device
         target = made.memory
 
-        def write() -> None:
+        def write():
             if target.size:
                 read = [checked(self.runtime, x, device) if isinstance(x, np.ndarray) else x for x in memory]
                 with np.errstate(all="ignore"):
@@ -94,7 +88,7 @@ class Cupy(ModuleType):
             self.runtime.enqueue(self.current(device).stream, "compute", write, 0.01)
         return made
 
-    def asnumpy(self, array: _Array) -> NDArray[Any]:
+    def asnumpy(self, array):
         """Return a copy in host memory, after the work of the current stream."""
         self.current(array.device.id).synchronize()
         return checked(self.runtime, array.memory, array.device.id).copy()
@@ -103,25 +97,23 @@ class Cupy(ModuleType):
 class _Device:
     cupy: Cupy
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index):
         self.id = index
 
-    def __enter__(self) -> _Device:
+    def __enter__(self):
         runtime = self.cupy.runtime
         self._before = runtime.device
         runtime.cudaSetDevice(self.id)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.cupy.runtime.cudaSetDevice(self._before)
 
 
 class _Stream:
     cupy: Cupy
 
-    def __init__(
-        self, *, null: bool = False, ptds: bool = False, non_blocking: bool = True, device: int | None = None
-    ) -> None:
+    def __init__(self, *, null=False, ptds=False, non_blocking=True, device=None):
         runtime = self.cupy.runtime
         self.device_id = runtime.device if device is None else device
         if null or ptds:
@@ -132,14 +124,14 @@ class _Stream:
             runtime.scheduler.streams.append(self.stream)
             self.ptr = runtime.give_handle(self.stream)
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self):
         self.cupy.streams(self.device_id).append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.cupy.streams(self.device_id).pop()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.cupy.runtime.wait_for(self.stream)
 
 
@@ -148,59 +140,59 @@ class _Array:
 
     cupy: Cupy
 
-    def __init__(self, memory: NDArray[Any], device: int) -> None:
+    def __init__(self, memory, device):
         self.memory = memory
         self.device = SimpleNamespace(id=device)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name not in ("dtype", "shape", "strides", "size", "nbytes", "flags"):
             raise AttributeError(name)
         return getattr(self.memory, name)
 
     @property
-    def data(self) -> Any:
+    def data(self):
         return SimpleNamespace(ptr=self.memory.ctypes.data)
 
     @property
-    def T(self) -> _Array:
+    def T(self):
         return type(self)(self.memory.T, self.device.id)
 
-    def view(self, dtype: Any) -> _Array:
+    def view(self, dtype):
         return type(self)(self.memory.view(dtype), self.device.id)
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         """Wait for the current stream, as every read of a number does."""
         self.cupy.waits += 1
         return bool(self.cupy.asnumpy(self))
 
-    def __mul__(self, other: float) -> _Array:
+    def __mul__(self, other):
         return self.cupy.compute(operator.mul, self, other)
 
-    def __invert__(self) -> _Array:
+    def __invert__(self):
         return self.cupy.compute(operator.invert, self)
 
-    def astype(self, dtype: Any) -> _Array:
+    def astype(self, dtype):
         return self.cupy.compute(lambda x: x.astype(dtype), self)
 
-    def __setitem__(self, index: Any, values: _Array) -> None:
+    def __setitem__(self, index, values):
         """Queue a copy on the current stream."""
         runtime, device = self.cupy.runtime, self.device.id
         target, source = self.memory[index], values.memory
 
-        def write() -> None:
+        def write():
             if target.size:
                 checked(runtime, target, device)[...] = checked(runtime, source, device)
 
         with runtime.lock:
             runtime.enqueue(self.cupy.current(device).stream, "copy", write, 0.01)
 
-    def __getitem__(self, index: Any) -> _Array:
+    def __getitem__(self, index):
         return type(self)(self.memory[index], self.device.id)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (2, self.device.id)
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         device = self.device.id
         make_wait(self.cupy.runtime, self.cupy.current(device).stream, device, stream)
         return capsule(self.memory, device, max_version)

@@ -6,13 +6,9 @@ Uncertain, and decided for refusal: a workspace that is null, and a structured m
 multiple of 32 bytes.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from nvmath.bindings import cusparseLt as real
@@ -21,10 +17,7 @@ from software_cuda import tables
 from software_cuda.arithmetic import strided
 from software_cuda.objects import ALLOC_FAILED, Handle, Object, Registry, Use, read_host
 from software_cuda.problem import Matrix
-from software_cuda.recorder import Fault, Recorder, Refusal, function
-from software_cuda.runtime import Runtime
-
-Array = np.ndarray[Any, Any]
+from software_cuda.recorder import Fault, Refusal, function
 
 
 class Status(IntEnum):
@@ -40,7 +33,7 @@ class Status(IntEnum):
 class SoftwareSparseError(real.cuSPARSELtError):
     """The bindings' error, with a text of its own."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status, reason):
         self.status = int(status)
         Exception.__init__(self, f"{Status(self.status).name} ({self.status}): {reason}")
 
@@ -69,21 +62,21 @@ class _Sparse:
     operation: int
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self):
         _, rows, cols = self.matrix.shape
         return (cols, rows) if self.operation else (rows, cols)
 
     @property
-    def sizes(self) -> tuple[int, int]:
+    def sizes(self):
         """Bytes of the kept elements, and of their positions."""
         rows, k = self.shape
         return rows * k // 2 * self.matrix.dtype.itemsize, rows * k // 2
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return len(_MARK) + sum(self.sizes)
 
-    def dense(self, x: Array) -> Array:
+    def dense(self, x):
         """Return op(A) of shape (rows, groups, 4)."""
         return (x[0].T if self.operation else x[0]).reshape(self.shape[0], -1, 4)
 
@@ -95,11 +88,11 @@ class CusparseLt(Registry):
     handle_kind = HANDLE
     harmless = frozenset({"get_matmul_desc_attribute_dtype", "get_matmul_alg_attribute_dtype"})
 
-    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(self, recorder, runtime):
         super().__init__("cusparse_lt", real, recorder, runtime)
         self.is_missing = False
 
-    def error(self, status: Any, reason: str) -> Exception:
+    def error(self, status, reason):
         if self.is_missing:
             return RuntimeError("The cusparseLt library was not found")
         if not isinstance(status, Status):  # of the registry, in cuBLAS's numbers
@@ -107,17 +100,17 @@ class CusparseLt(Registry):
             status = known.get(status, Status.INVALID_VALUE)
         return SoftwareSparseError(status, reason)
 
-    def live(self) -> dict[str, int]:
+    def live(self):
         return {f"{kind}s": self.count(kind) for kind in KINDS}
 
     # -- objects ----------------------------------------------------------------------------------
 
     @function
-    def get_property(self, number: int) -> int:
+    def get_property(self, number):
         return (0, 8, 1)[number]
 
     @function
-    def init(self) -> int:
+    def init(self):
         if self.is_missing:
             raise Refusal(None)
         if self.runtime.devices[self.runtime.device].capability < (8, 0):
@@ -125,17 +118,15 @@ class CusparseLt(Registry):
         return self.add(Handle(HANDLE, self.runtime))
 
     @function
-    def destroy(self, handle: int) -> None:
+    def destroy(self, handle):
         self.destroy_handle(handle)
 
-    def _add(self, kind: str, **fields: Any) -> int:
+    def _add(self, kind, **fields):
         made = Object(kind)
         vars(made).update(fields)
         return self.add(made)
 
-    def _descriptor(
-        self, handle: int, rows: int, cols: int, ld: int, alignment: int, kind: int, order: int, nbytes: int
-    ) -> int:
+    def _descriptor(self, handle, rows, cols, ld, alignment, kind, order, nbytes):
         self.handle(handle)
         if order not in (1, 2) or kind not in _STORED or min(rows, cols) < 1 or ld < (rows if order == 1 else cols):
             raise Refusal(Status.INVALID_VALUE, f"{rows} x {cols}, ld {ld}, order {order}, type {kind}")
@@ -146,23 +137,17 @@ class CusparseLt(Registry):
         return self._add(MATRIX, matrix=matrix, is_sparse=nbytes == 32, alignment=alignment)
 
     @function
-    def dense_descriptor_init(
-        self, handle: int, rows: int, cols: int, ld: int, alignment: int, kind: int, order: int
-    ) -> int:
+    def dense_descriptor_init(self, handle, rows, cols, ld, alignment, kind, order):
         return self._descriptor(handle, rows, cols, ld, alignment, kind, order, 16)
 
     @function
-    def structured_descriptor_init(
-        self, handle: int, rows: int, cols: int, ld: int, alignment: int, kind: int, order: int, sparsity: int
-    ) -> int:
+    def structured_descriptor_init(self, handle, rows, cols, ld, alignment, kind, order, sparsity):
         if sparsity != real.Sparsity.SPARSITY_50_PERCENT:
             raise Refusal(Status.INVALID_VALUE, f"sparsity {sparsity}")
         return self._descriptor(handle, rows, cols, ld, alignment, kind, order, 32)
 
     @function
-    def matmul_descriptor_init(
-        self, handle: int, op_a: int, op_b: int, a: int, b: int, c: int, d: int, compute: int
-    ) -> int:
+    def matmul_descriptor_init(self, handle, op_a, op_b, a, b, c, d, compute):
         self.handle(handle)
         found = [self.get(x, MATRIX) for x in (a, b, c, d)]
         x, y, z, w = (f.matrix for f in found)
@@ -180,7 +165,7 @@ class CusparseLt(Registry):
         return self._add(OPERATION, sparse=_Sparse(x, op_a), b=y, op_b=op_b, d=w, owners=found, bias=0)
 
     @function
-    def matmul_desc_set_attribute(self, handle: int, number: int, attribute: int, address: int, nbytes: int) -> None:
+    def matmul_desc_set_attribute(self, handle, number, attribute, address, nbytes):
         self.handle(handle)
         found = self.get(number, OPERATION)
         if attribute != real.MatmulDescAttribute.BIAS_POINTER or nbytes != 8:
@@ -188,14 +173,14 @@ class CusparseLt(Registry):
         found.bias = int(np.frombuffer(read_host(address, nbytes), np.uint64)[0])
 
     @function
-    def matmul_alg_selection_init(self, handle: int, operation: int, algorithm: int) -> int:
+    def matmul_alg_selection_init(self, handle, operation, algorithm):
         self.handle(handle)
         if algorithm != real.MatmulAlg.DEFAULT:
             raise Refusal(Status.INVALID_VALUE, f"algorithm {algorithm}")
         return self._add(SELECTION, operation=self.get(operation, OPERATION))
 
     @function
-    def matmul_plan_init(self, handle: int, operation: int, selection: int) -> int:
+    def matmul_plan_init(self, handle, operation, selection):
         found = self.get(operation, OPERATION)
         if self.get(selection, SELECTION).operation is not found:
             raise Refusal(Status.INVALID_VALUE, "the algorithm is of another product")
@@ -203,11 +188,11 @@ class CusparseLt(Registry):
         return self._add(PLAN, operation=found, bias=found.bias, owner=self.handle(handle))
 
     @function
-    def matmul_get_workspace(self, handle: int, plan: int) -> int:
+    def matmul_get_workspace(self, handle, plan):
         self._plan(handle, plan)
         return _WORKSPACE_BYTES
 
-    def _plan(self, handle: int, number: int) -> Any:
+    def _plan(self, handle, number):
         found = self.get(number, PLAN)
         if found.owner is not self.handle(handle):
             self.recorder.faults.append("a plan is used with another handle")
@@ -215,7 +200,7 @@ class CusparseLt(Registry):
 
     # -- compression ------------------------------------------------------------------------------
 
-    def _structured(self, handle: int, number: int, is_a: int = 1, operation: int = 0) -> _Sparse:
+    def _structured(self, handle, number, is_a=1, operation=0):
         self.handle(handle)
         found = self.get(number, MATRIX)
         if not found.is_sparse or is_a != 1 or operation not in (0, 1):
@@ -223,16 +208,14 @@ class CusparseLt(Registry):
         return _Sparse(found.matrix, operation)
 
     @function
-    def sp_mma_compressed_size2(self, handle: int, number: int) -> tuple[int, int]:
+    def sp_mma_compressed_size2(self, handle, number):
         return self._structured(handle, number).nbytes, _BUFFER_BYTES
 
     @function
-    def sp_mma_prune_check2(
-        self, handle: int, number: int, is_a: int, operation: int, source: int, invalid: int, stream: int
-    ) -> None:
+    def sp_mma_prune_check2(self, handle, number, is_a, operation, source, invalid, stream):
         found = self._structured(handle, number, is_a, operation)
 
-        def check(device: int) -> None:
+        def check(device):
             dense = found.dense(self._at(found.matrix, source, device))
             broken = (np.count_nonzero(dense, axis=-1) > 2).any()
             self.runtime.memory.at(invalid, 4, device, "prune check").view(np.int32)[0] = broken
@@ -240,12 +223,10 @@ class CusparseLt(Registry):
         self._queue(stream, "prune check", check, source, invalid)
 
     @function
-    def sp_mma_compress2(
-        self, handle: int, number: int, is_a: int, operation: int, source: int, target: int, buffer: int, stream: int
-    ) -> None:
+    def sp_mma_compress2(self, handle, number, is_a, operation, source, target, buffer, stream):
         found = self._structured(handle, number, is_a, operation)
 
-        def compress(device: int) -> None:
+        def compress(device):
             dense = found.dense(self._at(found.matrix, source, device))
             # Elements that are not zero come first; of more than two the others are lost.
             order = np.argsort(dense == 0, axis=-1, kind="stable")[..., :2]
@@ -258,10 +239,10 @@ class CusparseLt(Registry):
 
         self._queue(stream, "compress", compress, source, target, buffer)
 
-    def _at(self, x: Matrix, pointer: int, device: int) -> Array:
+    def _at(self, x, pointer, device):
         return strided(self.runtime.memory, x, pointer, device)
 
-    def _queue(self, stream: int, label: str, run: Callable[[int], None], *pointers: int) -> None:
+    def _queue(self, stream, label, run, *pointers):
         for pointer in pointers:
             if not pointer or pointer % 16:
                 raise Refusal(Status.INVALID_VALUE, f"a pointer of {label} is {pointer:#x}")
@@ -273,9 +254,9 @@ class CusparseLt(Registry):
 
     @function
     def matmul(
-        self, handle: int, plan: int, alpha: int, a: int, b: int, beta: int, c: int, d: int,
-        workspace: int, streams: int, count: int,
-    ) -> None:  # fmt: skip
+        self, handle, plan, alpha, a, b, beta, c, d,
+        workspace, streams, count,
+    ):  # fmt: skip
         with Use(self.handle(handle), self.recorder):
             found = self._plan(handle, plan)
             factors = [np.frombuffer(read_host(x, 4), np.float32)[0] for x in (alpha, beta)]
@@ -287,9 +268,7 @@ class CusparseLt(Registry):
             multiply = functools.partial(self._multiply, found, *factors, *pointers[:5])
             self._queue(stream, "sparse matmul", multiply, *pointers)
 
-    def _multiply(
-        self, plan: Any, alpha: Any, beta: Any, a: int, b: int, c: int, d: int, workspace: int, device: int
-    ) -> None:
+    def _multiply(self, plan, alpha, beta, a, b, c, d, workspace, device):
         x, memory = plan.operation, self.runtime.memory
         wide = np.int64 if x.b.dtype.kind == "i" else np.float64
         right = self._at(x.b, b, device)[0].astype(wide)
@@ -310,7 +289,7 @@ class CusparseLt(Registry):
                 value = np.clip(value, limits.min, limits.max)
             target[...] = value.astype(target.dtype)
 
-    def _decompressed(self, x: _Sparse, pointer: int, device: int) -> Array:
+    def _decompressed(self, x, pointer, device):
         data = self.runtime.memory.at(pointer, x.nbytes, device, "a compressed matrix")
         if (data[: len(_MARK)] != _MARK).any():
             raise Fault("this is no compressed matrix")
@@ -322,8 +301,8 @@ class CusparseLt(Registry):
         return dense.reshape(rows, k)
 
 
-def _functions(kind: str) -> Callable[..., None]:
-    def destroy(self: CusparseLt, number: int) -> None:
+def _functions(kind):
+    def destroy(self, number):
         self.remove(number, kind)
 
     return destroy

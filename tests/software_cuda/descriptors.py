@@ -3,13 +3,9 @@
 Source: the cuBLAS documentation, *Using the cuBLASLt API*, and ``cublasLt.h``.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from nvmath.bindings import cublasLt as real
@@ -26,8 +22,7 @@ from software_cuda.objects import (
     set_attribute,
     write_attribute,
 )
-from software_cuda.recorder import Recorder, Refusal, function
-from software_cuda.runtime import Runtime
+from software_cuda.recorder import Refusal, function
 
 DESCRIPTOR, LAYOUT, PREFERENCE, EMULATION = KINDS = (
     "matmul_desc", "matrix_layout", "matmul_preference", "emulation_desc",
@@ -37,7 +32,7 @@ DESCRIPTOR, LAYOUT, PREFERENCE, EMULATION = KINDS = (
 class SoftwareLtError(real.cuBLASLtError):
     """The bindings' error, whose text comes from the library; this one brings its own."""
 
-    def __init__(self, status: int, reason: str = "") -> None:
+    def __init__(self, status, reason=""):
         self.status = int(status)
         Exception.__init__(self, error_text(self.status, reason))
 
@@ -48,16 +43,16 @@ class Objects(Registry):
     cuBLASLtError = real.cuBLASLtError
     harmless = frozenset(f"get_{x}_attribute_dtype" for x in (*KINDS, "matmul_algo_config", "matmul_algo_cap"))
 
-    def __init__(self, recorder: Recorder, runtime: Runtime, version: int) -> None:
+    def __init__(self, recorder, runtime, version):
         super().__init__("cublas_lt", real, recorder, runtime)
         self.version = version
         self._known = {kind: attributes(kind, version) for kind in KINDS}
         self.tf32_forbidden: bool | None = None
 
-    def error(self, status: Any, reason: str) -> Exception:
+    def error(self, status, reason):
         return SoftwareLtError(status or INTERNAL_ERROR, reason)
 
-    def live(self) -> dict[str, int]:
+    def live(self):
         counted = {
             "handles": "handle", "descriptors": DESCRIPTOR, "layouts": LAYOUT, "preferences": PREFERENCE,
             "emulations": EMULATION,
@@ -65,63 +60,63 @@ class Objects(Registry):
         return {name: self.count(kind) for name, kind in counted.items()}
 
     @function
-    def get_version(self) -> int:
+    def get_version(self):
         return self.version
 
     @function
-    def create(self) -> int:
+    def create(self):
         if self.tf32_forbidden is None:  # once per process, at the first handle
             self.tf32_forbidden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
         return self.add(Handle("handle", self.runtime))
 
     @function
-    def destroy(self, handle: int) -> None:
+    def destroy(self, handle):
         self.destroy_handle(handle)
 
     @function
-    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
+    def matmul_desc_create(self, compute_type, scale_type):
         return self._created(DESCRIPTOR, real.MatmulDescAttribute, COMPUTE_TYPE=compute_type, SCALE_TYPE=scale_type)
 
     @function
-    def matrix_layout_create(self, data_type: int, rows: int, cols: int, ld: int) -> int:
+    def matrix_layout_create(self, data_type, rows, cols, ld):
         return self._created(LAYOUT, real.MatrixLayoutAttribute, TYPE=data_type, ROWS=rows, COLS=cols, LD=ld)
 
     @function
-    def matmul_preference_create(self) -> int:
+    def matmul_preference_create(self):
         return self.add(Object(PREFERENCE))
 
     @function
-    def emulation_desc_create(self) -> int:
+    def emulation_desc_create(self):
         if not self._known[EMULATION]:
             raise Refusal(INTERNAL_ERROR, f"there is no such function in {self.version}")
         return self.add(Object(EMULATION))
 
-    def _created(self, kind: str, names: Any, **values: int) -> int:
+    def _created(self, kind, names, **values):
         made = Object(kind)
         for name, value in values.items():
             dtype = getattr(real, f"get_{kind}_attribute_dtype")(names[name])
             made.attributes[int(names[name])] = np.array(value).astype(dtype).tobytes()
         return self.add(made)
 
-    def let_others_run(self) -> None:
+    def let_others_run(self):
         if threading.active_count() > 1:
             time.sleep(0)
 
 
-def _functions(kind: str) -> dict[str, Callable[..., Any]]:
+def _functions(kind):
     """Return the functions that all kinds of objects have."""
 
-    def destroy(self: Objects, number: int) -> None:
+    def destroy(self, number):
         if number:  # 0 is allowed, as in free(NULL)
             self.remove(number, kind)
 
-    def set_value(self: Objects, number: int, *rest: int) -> None:
+    def set_value(self, number, *rest):
         found = self.get(number, kind)
         with Use(found, self.recorder):
             self.let_others_run()
             set_attribute(found, self._known[kind], *rest)
 
-    def get_value(self: Objects, number: int, attribute: int, *rest: int) -> None:
+    def get_value(self, number, attribute, *rest):
         found, row = self.get(number, kind), known_attribute(self._known[kind], attribute)
         write_attribute(found.attributes.get(row.number, row.first), *rest)
 

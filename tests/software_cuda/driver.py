@@ -3,17 +3,12 @@
 Source: the CUDA Driver API reference, *Context Management*, *Primary Context Management* and *Execution Control*.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 from cuda.bindings import driver as real
 
 from software_cuda.core import Kernel
-from software_cuda.recorder import Part, Recorder, Refusal
-from software_cuda.runtime import Runtime
+from software_cuda.recorder import Part, Refusal
 
 Result = real.CUresult
 
@@ -23,12 +18,12 @@ _MAX_GRID, _MAX_BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
 _MAX_THREADS = 1024
 
 
-def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def function(values):
     """Make a method a function of the driver, which returns a result and ``values`` values."""
 
-    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
+    def mark(method):
         @functools.wraps(method)
-        def call(self: Driver, *arguments: Any) -> tuple[Any, ...]:
+        def call(self, *arguments):
             plan = self.recorder.called(self.part, method.__name__)
             try:
                 if plan is not None:
@@ -44,28 +39,28 @@ def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Driver(Part):
-    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(self, recorder, runtime):
         super().__init__("driver", real, recorder)
         self._runtime = runtime
 
     @function(1)
-    def cuGetErrorString(self, result: Any) -> bytes:
+    def cuGetErrorString(self, result):
         return f"{result.name} in words".encode()
 
     @function(1)
-    def cuCtxGetDevice(self) -> Any:
+    def cuCtxGetDevice(self):
         found = self._runtime.context
         if found is None:
             raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
         return real.CUdevice(found)
 
     @function(1)
-    def cuCtxGetCurrent(self) -> Any:
+    def cuCtxGetCurrent(self):
         found = self._runtime.context
         return real.CUcontext(0 if found is None else _CONTEXTS + found)
 
     @function(0)
-    def cuCtxSetCurrent(self, context: Any) -> None:
+    def cuCtxSetCurrent(self, context):
         number = int(context)
         device = number - _CONTEXTS if number else None
         if device is not None and device not in self._runtime.contexts:
@@ -74,17 +69,17 @@ class Driver(Part):
         self._runtime.thread.context = device
 
     @function(1)
-    def cuDeviceGet(self, ordinal: int) -> Any:
+    def cuDeviceGet(self, ordinal):
         self._runtime.model(ordinal)
         return real.CUdevice(ordinal)
 
     @function(1)
-    def cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
+    def cuDevicePrimaryCtxRetain(self, device):
         self._runtime.contexts.add(int(device))
         return real.CUcontext(_CONTEXTS + int(device))
 
     @function(0)
-    def cuLaunchKernel(self, kernel: Any, *rest: Any) -> None:
+    def cuLaunchKernel(self, kernel, *rest):
         *extents, shared, stream, parameters, extra = rest
         assert isinstance(kernel, real.CUfunction)
         assert (len(extents), shared, extra) == (6, 0, 0), "shared memory is not modelled"
@@ -100,7 +95,7 @@ class Driver(Part):
             runtime.check_sticky()
             on = runtime.stream(stream, current=True)
 
-            def run() -> None:
+            def run():
                 found.run(extents, values, runtime, on.device)
 
             cost_ms = 0.005

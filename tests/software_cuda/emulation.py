@@ -6,17 +6,10 @@ control keeps every bit of the operands, or takes native FP64 if these are too m
 multiplied in native precision.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[Any]
 
 DYNAMIC, FIXED = 0, 1
 _DEFAULT_BITS = {DYNAMIC: 79, FIXED: 55}
@@ -33,14 +26,14 @@ class Emulation:
     offset: int = 0
 
     @property
-    def slices(self) -> int:
+    def slices(self):
         """The most 8-bit integers per number, of which one bit is the sign."""
         return -(-((self.max_bits or _DEFAULT_BITS[self.control]) + 1) // 8)
 
-    def workspace_bytes(self, m: int, n: int, k: int, batch_count: int, *, is_complex: bool) -> int:
+    def workspace_bytes(self, m, n, k, batch_count, *, is_complex):
         """Return the documented upper bound of the workspace of fixed-point emulation."""
 
-        def padded(extent: int, step: int) -> int:
+        def padded(extent, step):
             return (extent + step - 1) // step * step
 
         mult = 2 if is_complex else 1
@@ -54,7 +47,7 @@ class Emulation:
         return int(max(gemm, dynamic) * batch_count * 1.25) + 128 * 1024 * 1024
 
 
-def bf16x9(a: Array, b: Array) -> Array:
+def bf16x9(a, b):
     """Return the product of float32 or complex64 matrices (batch, rows, cols) as the sum of nine."""
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return _native(a, b)
@@ -66,12 +59,12 @@ def bf16x9(a: Array, b: Array) -> Array:
     return total
 
 
-def _native(a: Array, b: Array) -> Array:
+def _native(a, b):
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
     return np.matmul(a.astype(wide), b.astype(wide)).astype(a.dtype)
 
 
-def _parts(x: Array) -> Iterator[Array]:
+def _parts(x):
     rest = np.ascontiguousarray(x).view(np.float32)
     for _ in range(3):
         part = rest.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -79,7 +72,7 @@ def _parts(x: Array) -> Iterator[Array]:
         rest = rest - part
 
 
-def fixed_point(a: Array, b: Array, how: Emulation) -> Array:
+def fixed_point(a, b, how):
     """Return the product of float64 or complex128 matrices (batch, rows, cols) with integers as operands."""
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return np.matmul(a, b)
@@ -98,20 +91,20 @@ def fixed_point(a: Array, b: Array, how: Emulation) -> Array:
     return real + 1j * imaginary if a.dtype.kind == "c" else real
 
 
-def _exponents(x: Array, axis: int) -> tuple[Array, Array]:
+def _exponents(x, axis):
     """Return the exponents of the components of all elements, and the largest along an axis; -10^6 for zeros."""
     components = np.stack([x.real, x.imag])
     found = np.where(components == 0, -(10**6), np.frexp(components)[1])
     return found, found.max(axis=(0, axis + 1), keepdims=True)[0]
 
 
-def _spread(x: Array, axis: int) -> int:
+def _spread(x, axis):
     """Return the largest difference between exponents along an axis."""
     found, largest = _exponents(x, axis)
     return int(np.where(found == -(10**6), 0, largest - found).max(initial=0))
 
 
-def _integers(x: Array, axis: int, bits: int) -> tuple[Array, Array]:
+def _integers(x, axis, bits):
     """Return real and imaginary parts as integers of ``bits`` bits, truncated, and the exponents of rows or columns."""
     _, largest = _exponents(x, axis)
     largest = np.where(largest == -(10**6), 0, largest)
@@ -119,7 +112,7 @@ def _integers(x: Array, axis: int, bits: int) -> tuple[Array, Array]:
     return made(np.stack([x.real, x.imag]), largest), largest
 
 
-def _scaled(value: float, exponent: int) -> int:
+def _scaled(value, exponent):
     """Return ``value * 2^exponent``, truncated."""
     numerator, denominator = float(value).as_integer_ratio()
     shifted = abs(numerator) << max(exponent, 0)
@@ -127,10 +120,10 @@ def _scaled(value: float, exponent: int) -> int:
     return found if value >= 0 else -found
 
 
-def _rounded(sums: Array, exponents: Array) -> Array:
+def _rounded(sums, exponents):
     """Return ``sums * 2^exponents`` rounded to float64."""
 
-    def one(value: int, exponent: int) -> float:
+    def one(value, exponent):
         # The quotient of two integers is rounded correctly.
         return value << exponent if exponent >= 0 else value / (1 << -exponent)
 

@@ -5,21 +5,17 @@ is freed in the order of that stream, as soon as neither an array nor a DLPack c
 capsule holds cannot be donated. Source: ``jax.dlpack`` and the array class of JAX 0.10, the DLPack protocol.
 """
 
-from __future__ import annotations
-
 import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowprec.arrays.dlpack import view_of_capsule
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.util.strides import contiguous_strides
 from software_cuda.arrays import capsule, checked, empty, new_stream
-from software_cuda.runtime import Runtime
-from software_cuda.streams import Op, nothing
+from software_cuda.streams import nothing
 
 _CUDA = 2
 
@@ -33,7 +29,7 @@ class Jax(ModuleType):
 
     __version__ = "0.10"
 
-    def __init__(self, runtime: Runtime, *, has_streams: bool = True) -> None:
+    def __init__(self, runtime, *, has_streams=True):
         super().__init__("jax")
         self.runtime = runtime
         self.has_streams = has_streams
@@ -48,7 +44,7 @@ class Jax(ModuleType):
         self.dlpack = SimpleNamespace(from_dlpack=self._from_dlpack)
         self._gpus = [_Device(self, index) for index in range(len(runtime.devices))]
 
-    def asarray(self, values: Any, device: int | None = None) -> _Array:
+    def asarray(self, values, device=None):
         """Return an array that the compute stream of the device has yet to write; committed if a device is named."""
         values = np.array(values, order="C")
         found = self._gpus[device or 0]
@@ -56,27 +52,27 @@ class Jax(ModuleType):
         found.compute(lambda: values, [], buffer)
         return self._array(buffer, found, committed=device is not None)
 
-    def add(self, x: _Array, number: float) -> _Array:
+    def add(self, x, number):
         device = x.device
         buffer = device.empty(x.shape, x.dtype)
         operand, one = x.buffer.unheld(), x.dtype.type(number)
         device.compute(lambda: device.read(operand) + one, [x.buffer], buffer)
         return self._array(buffer, device, committed=x.committed)
 
-    def donate(self, x: _Array) -> bool:
+    def donate(self, x):
         """Delete ``x``; return whether its memory could be reused. JAX silently copies memory that is held outside."""
         buffer, x.buffer = x.buffer, _Deleted()
         return not buffer.is_held
 
-    def asnumpy(self, x: _Array) -> NDArray[Any]:
+    def asnumpy(self, x):
         """Return a copy in host memory, once the array is computed."""
         x.block_until_ready()
         return x.device.read(x.buffer.memory)
 
-    def _array(self, buffer: Any, device: _Device, *, committed: bool) -> _Array:
+    def _array(self, buffer, device, *, committed):
         return self.Array(buffer.memory.dtype, device, [buffer], committed=committed)
 
-    def _from_dlpack(self, array: Any) -> _Array:
+    def _from_dlpack(self, array):
         """Adopt what an array exports, on its own device, which it is then committed to."""
         assert hasattr(array, "__dlpack__"), "a raw capsule names no device"
         kind, index = array.__dlpack_device__()
@@ -100,42 +96,42 @@ class _Device:
 
     platform = "gpu"
 
-    def __init__(self, jax: Jax, index: int) -> None:
+    def __init__(self, jax, index):
         self.jax = jax
         self.id = index
         self.computing = new_stream(jax.runtime, index)
         self._for_others = new_stream(jax.runtime, index)
         self._handle = jax.runtime.give_handle(self._for_others)
 
-    def stream_for_others(self) -> int | None:
+    def stream_for_others(self):
         """Return the stream that a producer makes wait; None where the client has none."""
         return self._handle if self.jax.has_streams else None
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> _Buffer:
+    def empty(self, shape, dtype):
         """Return new memory, freed in the order of the compute stream."""
         memory = empty(self.jax.runtime, shape, dtype, self.id, self.computing)
         return _Buffer(self, memory, None)
 
-    def compute(self, function: Any, operands: list[_Buffer], result: _Buffer) -> None:
+    def compute(self, function, operands, result):
         """Queue the writing of a result. What is queued holds no memory: the order of the stream protects it."""
         runtime, target = self.jax.runtime, result.unheld()
         after = [x.ready for x in operands if x.ready is not None]
 
-        def write() -> None:
+        def write():
             if target.size:
                 checked(runtime, target, self.id)[...] = function()
 
         with runtime.lock:
             result.ready = runtime.enqueue(self.computing, "compute", write, 0.01, after)
 
-    def read(self, memory: NDArray[Any]) -> NDArray[Any]:
+    def read(self, memory):
         return checked(self.jax.runtime, memory, self.id).copy()
 
 
 class _Buffer:
     """Memory of a device, when it is ready, and how many capsules hold it."""
 
-    def __init__(self, device: _Device, memory: NDArray[Any], ready: Op | None) -> None:
+    def __init__(self, device, memory, ready):
         self.device = device
         self.memory = memory
         self.ready = ready
@@ -143,15 +139,15 @@ class _Buffer:
         self.free = threading.Event()  # set when the last capsule is destroyed
 
     @property
-    def is_held(self) -> bool:
+    def is_held(self):
         return bool(self.holds)
 
-    def unheld(self) -> NDArray[Any]:
+    def unheld(self):
         """Return the memory without keeping it alive."""
         x = self.memory
         return np.ndarray(x.shape, x.dtype, memory_at(x.ctypes.data, None))
 
-    def held(self) -> NDArray[Any]:
+    def held(self):
         """Return the memory, counted as held outside while it is reachable."""
         x = self.memory
         return np.ndarray(x.shape, x.dtype, memory_at(x.ctypes.data, _Hold(self)))
@@ -160,12 +156,12 @@ class _Buffer:
 class _Hold:
     """Counted as a holder of a buffer for as long as it lives."""
 
-    def __init__(self, buffer: _Buffer) -> None:
+    def __init__(self, buffer):
         self._buffer = buffer
         buffer.holds.append(None)
         buffer.free.clear()
 
-    def __del__(self) -> None:
+    def __del__(self):
         buffer = self._buffer
         buffer.holds.pop()
         if not buffer.holds:
@@ -175,7 +171,7 @@ class _Hold:
 class _Deleted:
     """Replaces a buffer that was donated."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise RuntimeError("Array has been deleted.")
 
 
@@ -184,9 +180,7 @@ class _Array:
 
     jax: Jax
 
-    def __init__(
-        self, aval: Any, sharding: Any, arrays: list[Any], *, committed: bool, _skip_checks: bool = False
-    ) -> None:
+    def __init__(self, aval, sharding, arrays, *, committed, _skip_checks=False):
         (buffer,) = arrays
         self.buffer: Any = getattr(buffer, "buffer", buffer)
         self.aval = aval
@@ -194,25 +188,24 @@ class _Array:
         self.committed = committed
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self):
         return np.dtype(self.aval)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        found: tuple[int, ...] = self.buffer.memory.shape
-        return found
+    def shape(self):
+        return self.buffer.memory.shape
 
-    def block_until_ready(self) -> _Array:
+    def block_until_ready(self):
         runtime, ready = self.jax.runtime, self.buffer.ready
         with runtime.lock:
             if ready is not None:
                 runtime.wait([ready])
         return self
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return (_CUDA, self.device.id)
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
+    def __dlpack__(self, *, stream=None, max_version=None):
         runtime, ready = self.jax.runtime, self.buffer.ready
         if stream is None:
             self.block_until_ready()

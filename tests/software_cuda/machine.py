@@ -4,20 +4,17 @@ Sources: the CUDA Runtime API reference (which function may return which error),
 Programming Guide, *Creating a Graph Using Stream Capture*, with ``cudaThreadExchangeStreamCaptureMode``.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import runtime as real
 
 from software_cuda.memory import Memory
-from software_cuda.recorder import Fault, Part, Recorder, Refusal, acts_anyway
-from software_cuda.streams import Capture, Event, Op, Policy, Scheduler, Stream, nothing
+from software_cuda.recorder import Fault, Part, Refusal, acts_anyway
+from software_cuda.streams import Capture, Event, Scheduler, Stream, nothing
 
 Status = real.cudaError_t
 GLOBAL = int(real.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)
@@ -39,20 +36,18 @@ class DeviceModel:
     has_pools: bool = True
 
 
-def api(
-    values: int = 0, *, unsafe: bool = False, always: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def api(values=0, *, unsafe=False, always=False):
     """Make a method a function of the runtime, which returns a status and ``values`` values.
 
     An ``unsafe`` function is forbidden while this or another thread captures, unless the thread's mode allows it. One
     that works ``always`` does so after an error that sticks to the device, and without a context.
     """
 
-    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
+    def mark(method):
         name = method.__name__
 
         @functools.wraps(method)
-        def call(self: Machine, *arguments: Any) -> tuple[Any, ...]:
+        def call(self, *arguments):
             plan = self.recorder.called(self.part, name)
             self.recorder.log.append((name, *arguments))
             with self.lock:
@@ -94,7 +89,7 @@ _FAILURES = {
 class Machine(Part):
     """The state that the functions of the runtime act on."""
 
-    def __init__(self, recorder: Recorder, devices: Sequence[DeviceModel], order: Policy) -> None:
+    def __init__(self, recorder, devices, order):
         super().__init__("runtime", real, recorder)
         self.lock = threading.RLock()
         self.devices = tuple(devices)
@@ -117,27 +112,26 @@ class Machine(Part):
     # -- rules ------------------------------------------------------------------------------------
 
     @property
-    def device(self) -> int:
+    def device(self):
         """The current device of this thread: that of its context, else the one that it set, else the first."""
         return self.context if self.context is not None else getattr(self.thread, "device", 0)
 
     @property
-    def context(self) -> int | None:
+    def context(self):
         """The device of this thread's context, None where it has none."""
-        found: int | None = getattr(self.thread, "context", None)
-        return found
+        return getattr(self.thread, "context", None)
 
-    def make_context(self) -> None:
+    def make_context(self):
         """Give this thread the primary context of its device, as the runtime does where it needs one."""
         self.thread.context = self.device
         self.contexts.add(self.device)
 
-    def check_sticky(self) -> None:
+    def check_sticky(self):
         """Refuse everything on a device whose memory was misused."""
         if self.device in self.sticky:
             raise Refusal(self.sticky[self.device])
 
-    def check_unsafe(self, name: str) -> None:
+    def check_unsafe(self, name):
         """Refuse what might synchronise while work is being captured."""
         mode = getattr(self.thread, "mode", GLOBAL)
         if mode == _RELAXED:
@@ -149,7 +143,7 @@ class Machine(Part):
                 self.recorder.faults.append(f"{name} during a capture that it invalidates")
                 raise Refusal(Status.cudaErrorStreamCaptureUnsupported)
 
-    def check_capture(self, stream: Stream) -> None:
+    def check_capture(self, stream):
         """Refuse work on an invalid capture, and work on the legacy default stream that would end one."""
         if stream.capture is not None and stream.capture.is_invalid:
             raise Refusal(Status.cudaErrorStreamCaptureInvalidated)
@@ -157,12 +151,12 @@ class Machine(Part):
             ended[0].is_invalid = True
             raise Refusal(Status.cudaErrorStreamCaptureImplicit)
 
-    def ended_by(self, legacy: Stream) -> list[Capture]:
+    def ended_by(self, legacy):
         """Return the captures that work on the legacy default stream of a device would end."""
         device = legacy.device
         return [c for c in self.captures if any(x.blocking and x.device == device for x in c.tails)]
 
-    def _default_stream(self, device: int, handle: int) -> Stream:
+    def _default_stream(self, device, handle):
         """Return the legacy default stream (1), or that of this thread (2)."""
         key = (device, handle, threading.get_ident() if handle == 2 else 0)
         found = self._defaults.get(key)
@@ -171,7 +165,7 @@ class Machine(Part):
             self.scheduler.streams.append(found)
         return found
 
-    def stream(self, handle: Any, *, current: bool = False) -> Stream:
+    def stream(self, handle, *, current=False):
         """Return a stream by its handle; if ``current``, it must be of the current device."""
         number = int(handle)
         if number in (0, 1, 2):
@@ -183,28 +177,26 @@ class Machine(Part):
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
         return found
 
-    def event(self, handle: Any) -> Event:
+    def event(self, handle):
         found = self.events.get(int(handle))
         if found is None:
             self.recorder.faults.append(f"{int(handle):#x} is no event")
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
         return found
 
-    def model(self, device: int) -> DeviceModel:
+    def model(self, device):
         if not 0 <= device < len(self.devices):
             raise Refusal(Status.cudaErrorInvalidDevice)
         return self.devices[device]
 
     # -- work -------------------------------------------------------------------------------------
 
-    def enqueue(
-        self, stream: Stream, label: str, run: Callable[[], None], cost_ms: float = 0.0, after: Sequence[Op] = ()
-    ) -> Op:
+    def enqueue(self, stream, label, run, cost_ms=0.0, after=()):
         """Queue work; after a fault in it the device refuses everything, as a real one does."""
         self.check_capture(stream)
         device = stream.device
 
-        def guarded() -> None:
+        def guarded():
             if device in self.sticky:
                 return
             try:
@@ -215,39 +207,39 @@ class Machine(Part):
 
         return self.scheduler.enqueue(stream, label, guarded, cost_ms, after)
 
-    def wait(self, targets: list[Op]) -> None:
+    def wait(self, targets):
         self.scheduler.drain(targets)
         finish = max((x.finish_ms for x in targets), default=0.0)
         self.scheduler.clock_ms = max(self.scheduler.clock_ms, finish)
 
-    def drain(self) -> None:
+    def drain(self):
         with self.lock:
             self.scheduler.drain()
 
     # -- other libraries' streams -----------------------------------------------------------------
 
-    def stream_of(self, device: int, handle: int) -> Stream:
+    def stream_of(self, device, handle):
         """Return a stream by its handle; 1 is the legacy default stream of the device."""
         return self._default_stream(device, 1) if handle in (0, 1) else self.stream(handle)
 
-    def give_handle(self, stream: Stream) -> int:
+    def give_handle(self, stream):
         """Give another library's stream a handle; it is not counted among those that are alive."""
         with self.lock:
             stream.handle = next(self.handles)
             self._foreign[stream.handle] = stream
             return stream.handle
 
-    def take_handle(self, handle: int) -> None:
+    def take_handle(self, handle):
         self._foreign.pop(handle, None)
 
-    def join(self, before: Stream, after: Stream) -> None:
+    def join(self, before, after):
         """Make a stream wait for the queued work of another, as another library would with an event."""
         with self.lock:
             if before is not after:
                 mark = self.enqueue(before, "record", nothing)
                 self.enqueue(after, "wait", nothing, after=[mark])
 
-    def wait_for(self, stream: Stream) -> None:
+    def wait_for(self, stream):
         """Wait for the work of a stream alone, as another library would."""
         with self.lock:
             if stream.tail is not None:
@@ -255,7 +247,7 @@ class Machine(Part):
 
     # -- capture, for tests -----------------------------------------------------------------------
 
-    def begin_capture(self, stream: int, mode: str = "Global") -> None:
+    def begin_capture(self, stream, mode="Global"):
         """Capture the work of a stream from now on; ``mode`` is "Global", "ThreadLocal" or "Relaxed"."""
         with self.lock:
             found = self.stream(stream)
@@ -265,7 +257,7 @@ class Machine(Part):
             found.capture = Capture(found, number, threading.get_ident())
             self.captures.append(found.capture)
 
-    def end_capture(self, stream: int) -> Graph:
+    def end_capture(self, stream):
         """Return what was captured; raises Refusal if a call has invalidated it, or a fork was not joined."""
         with self.lock:
             capture = self.stream(stream).capture
@@ -280,7 +272,7 @@ class Machine(Part):
                 raise Refusal(Status.cudaErrorStreamCaptureUnjoined)
             return Graph(self, capture.ops, capture.origin)
 
-    def live(self) -> dict[str, int]:
+    def live(self):
         return {
             "blocks": len(self.memory.live()),
             "bytes": sum(self.memory.used),
@@ -292,16 +284,16 @@ class Machine(Part):
 class Graph:
     """Captured work, which may run any number of times."""
 
-    def __init__(self, runtime: Machine, ops: list[Op], origin: Stream) -> None:
+    def __init__(self, runtime, ops, origin):
         self._runtime = runtime
         self._ops = ops
         self._origin = origin
 
     @property
-    def labels(self) -> list[str]:
+    def labels(self):
         return [op.label for op in self._ops if op.label not in ("wait", "record")]
 
-    def replay(self, stream: int | None = None) -> None:
+    def replay(self, stream=None):
         """Queue the work on a stream, by default the captured one."""
         runtime = self._runtime
         with runtime.lock:

@@ -1,16 +1,11 @@
 """Memory of the devices: host memory that is poisoned when it is allocated and when it is freed."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
 from software_cuda.recorder import Fault
-
-Bytes = NDArray[np.uint8]
 
 #: NaN in every floating-point format.
 POISON = 0xFF
@@ -31,7 +26,7 @@ class Allocation:
 
     __slots__ = ("address", "alive", "buffer", "device", "memory", "nbytes", "owner")
 
-    def __init__(self, device: int, nbytes: int, owner: object = None) -> None:
+    def __init__(self, device, nbytes, owner=None):
         self.buffer = np.empty(nbytes + ALIGNMENT + 2 * _MARGIN, np.uint8)
         begin = self.buffer.ctypes.data
         self.address = -(-(begin + _MARGIN) // ALIGNMENT) * ALIGNMENT
@@ -50,31 +45,31 @@ class Memory:
     ``blocks`` has them by address, freed ones in quarantine included.
     """
 
-    def __init__(self, limits: list[int]) -> None:
+    def __init__(self, limits):
         self.limits = limits
         self.used = [0] * len(limits)
         self.blocks: list[Allocation] = []
         self._bases: list[int] = []
         self._quarantine: deque[Allocation] = deque()
 
-    def live(self) -> list[Allocation]:
+    def live(self):
         return [block for block in self.blocks if block.alive]
 
-    def allocate(self, device: int, nbytes: int) -> int:
+    def allocate(self, device, nbytes):
         """Return the address of new memory, 0 if there is too little."""
         if self.used[device] + nbytes > self.limits[device]:
             return 0
         self.used[device] += nbytes
         return self.add(Allocation(device, nbytes)).address
 
-    def add(self, block: Allocation) -> Allocation:
+    def add(self, block):
         self._forget_old()
         index = bisect_right(self._bases, block.address)
         self._bases.insert(index, block.address)
         self.blocks.insert(index, block)
         return block
 
-    def free(self, address: int) -> bool:
+    def free(self, address):
         """Free an allocation by its first address; return whether there was one."""
         block = self.find(address)
         if block is None or not block.alive or block.address != address:
@@ -82,18 +77,18 @@ class Memory:
         self.drop(block)
         return True
 
-    def drop(self, block: Allocation) -> None:
+    def drop(self, block):
         """Free an allocation; a finaliser may do so during any other call."""
         self.used[block.device] -= block.nbytes
         self.end(block)
         self._quarantine.append(block)
 
-    def end(self, block: Allocation) -> None:
+    def end(self, block):
         """Forbid the use of an allocation from now on."""
         block.alive = False
         block.memory.fill(POISON)
 
-    def _forget_old(self) -> None:
+    def _forget_old(self):
         kept = sum(x.nbytes for x in list(self._quarantine))
         while kept > _QUARANTINE_BYTES or len(self._quarantine) > _QUARANTINE_BLOCKS:
             block = self._quarantine.popleft()
@@ -101,7 +96,7 @@ class Memory:
             index = bisect_right(self._bases, block.address) - 1
             del self._bases[index], self.blocks[index]
 
-    def find(self, address: int) -> Allocation | None:
+    def find(self, address):
         """Return the allocation that an address is in, freed ones included."""
         index = bisect_right(self._bases, address) - 1
         if index < 0:
@@ -109,7 +104,7 @@ class Memory:
         block = self.blocks[index]
         return block if address < block.address + max(block.nbytes, 1) else None
 
-    def at(self, address: int, nbytes: int, device: int | None, what: str) -> Bytes:
+    def at(self, address, nbytes, device, what):
         """Return bytes of a device; raises Fault if any of them is not allocated, or is another device's."""
         block = self.find(address)
         if block is None:

@@ -1,18 +1,13 @@
 """Opaque objects of the libraries: handles, descriptors, layouts, preferences, with their attributes as bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from software_cuda.attributes import Attribute
-from software_cuda.recorder import Part, Recorder, Refusal
-from software_cuda.runtime import Runtime
+from software_cuda.recorder import Part, Refusal
 
 # ``cublasStatus_t``.
 ALLOC_FAILED, INVALID_VALUE, EXECUTION_FAILED, INTERNAL_ERROR, NOT_SUPPORTED = 3, 7, 13, 14, 15
@@ -27,21 +22,21 @@ _HANDLE_BYTES = 4096
 _numbers = itertools.count(0x6000_0000, 0x40)
 
 
-def error_text(status: int, reason: str) -> str:
+def error_text(status, reason):
     return f"CUBLAS_STATUS_{STATUS_NAMES.get(status, '?')} ({status})" + (f": {reason}" if reason else "")
 
 
 class Object:
     """An object that a library created and knows by a number."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
         self.number = next(_numbers)
         self.user: int | None = None
         self.readers: set[int] = set()
         self.attributes: dict[int, bytes] = {}
 
-    def get(self, member: Any, dtype: Any, default: int) -> int:
+    def get(self, member, dtype, default):
         data = self.attributes.get(int(member))
         return default if data is None else int(np.frombuffer(data, dtype)[0])
 
@@ -49,7 +44,7 @@ class Object:
 class Handle(Object):
     """A library's handle: of one device, with memory there, and used by one thread at a time."""
 
-    def __init__(self, kind: str, runtime: Runtime) -> None:
+    def __init__(self, kind, runtime):
         super().__init__(kind)
         self.device = runtime.device
         status, self.memory = runtime.cudaMalloc(_HANDLE_BYTES)
@@ -62,16 +57,16 @@ class Registry(Part):
 
     handle_kind = "handle"
 
-    def __init__(self, name: str, real: Any, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(self, name, real, recorder, runtime):
         super().__init__(name, real, recorder)
         self.runtime = runtime
         self._alive: dict[int, Any] = {}
 
-    def add(self, made: Object) -> int:
+    def add(self, made):
         self._alive[made.number] = made
         return made.number
 
-    def get(self, number: int, kind: str) -> Any:
+    def get(self, number, kind):
         found = self._alive.get(int(number))
         if found is None or found.kind != kind:
             problem = f"{number:#x} is {'destroyed' if found is None else f'a {found.kind}'}, not a {kind}"
@@ -79,16 +74,16 @@ class Registry(Part):
             raise Refusal(INVALID_VALUE, problem)
         return found
 
-    def remove(self, number: int, kind: str) -> Any:
+    def remove(self, number, kind):
         found = self.get(number, kind)
         if found.user is not None or found.readers:
             self.recorder.faults.append(f"a {kind} was destroyed while it was in use")
         return self._alive.pop(found.number)
 
-    def count(self, kind: str) -> int:
+    def count(self, kind):
         return sum(x.kind == kind for x in self._alive.values())
 
-    def handle(self, number: int) -> Any:
+    def handle(self, number):
         """Return a handle, which must be of the current device."""
         found = self.get(number, self.handle_kind)
         if found.device != self.runtime.device:
@@ -96,7 +91,7 @@ class Registry(Part):
             raise Refusal(INVALID_VALUE, "the handle is another device's")
         return found
 
-    def destroy_handle(self, number: int) -> None:
+    def destroy_handle(self, number):
         self.handle(number)
         self.runtime.cudaFree(self.remove(number, self.handle_kind).memory)
 
@@ -107,13 +102,13 @@ class Use:
     Several threads may read an object at a time. A thread that changes it, or uses a handle, must be the only one.
     """
 
-    def __init__(self, used: Object, recorder: Recorder, *, reads: bool = False) -> None:
+    def __init__(self, used, recorder, *, reads=False):
         self._used = used
         self._recorder = recorder
         self._reads = reads
         self._own = False
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         me, used = threading.get_ident(), self._used
         others = used.user not in (None, me) or (not self._reads and used.readers - {me})
         if others:
@@ -125,7 +120,7 @@ class Use:
             self._own = used.user is None
             used.user = me
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         if not self._own:
             return
         if self._reads:
@@ -134,13 +129,13 @@ class Use:
             self._used.user = None
 
 
-def read_host(address: int, nbytes: int) -> bytes:
+def read_host(address, nbytes):
     if not address:
         raise Refusal(INVALID_VALUE, "a null pointer")
     return ctypes.string_at(address, nbytes)
 
 
-def known_attribute(known: Mapping[int, Attribute], attribute: int) -> Attribute:
+def known_attribute(known, attribute):
     """Return the row of an attribute; refuse one that the library does not know."""
     found = known.get(int(attribute))
     if found is None:
@@ -148,7 +143,7 @@ def known_attribute(known: Mapping[int, Attribute], attribute: int) -> Attribute
     return found
 
 
-def set_attribute(target: Object, known: Mapping[int, Attribute], attribute: int, address: int, nbytes: int) -> None:
+def set_attribute(target, known, attribute, address, nbytes):
     """Read the value of an attribute, which must be known and have this size."""
     row = known_attribute(known, attribute)
     if nbytes != row.nbytes:
@@ -159,7 +154,7 @@ def set_attribute(target: Object, known: Mapping[int, Attribute], attribute: int
     target.attributes[int(attribute)] = data
 
 
-def write_attribute(data: bytes, address: int, nbytes: int, written: int) -> None:
+def write_attribute(data, address, nbytes, written):
     """Write the value of an attribute to a buffer of exactly its size; size 0 asks for the size alone."""
     if nbytes not in (0, len(data)):
         raise Refusal(INVALID_VALUE, f"the attribute has {len(data)} bytes, not {nbytes}")

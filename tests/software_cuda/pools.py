@@ -4,17 +4,13 @@ Memory may be used after its allocation has run and until its free has, which is
 reference, *Stream Ordered Memory Allocator*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 from cuda.bindings import runtime as real
 
 from software_cuda.machine import Machine, Refusal, Status, api
 from software_cuda.memory import Allocation
-from software_cuda.streams import Op
 
 _ON_DEVICE = real.cudaMemLocationType.cudaMemLocationTypeDevice
 
@@ -31,12 +27,12 @@ class Pool:
 class Pools(Machine):
     """The functions of the runtime for stream-ordered memory."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.pools: dict[int, Pool] = {}
 
     @api(1, unsafe=True)
-    def cudaMemPoolCreate(self, properties: real.cudaMemPoolProps) -> Any:
+    def cudaMemPoolCreate(self, properties):
         place, kinds = properties.location, real.cudaMemAllocationType
         if (properties.allocType, place.type) != (kinds.cudaMemAllocationTypePinned, _ON_DEVICE):
             raise Refusal(Status.cudaErrorInvalidValue)
@@ -48,7 +44,7 @@ class Pools(Machine):
         self.pools[handle] = Pool(place.id)
         return real.cudaMemPool_t(handle)
 
-    def _pool(self, handle: Any) -> Pool:
+    def _pool(self, handle):
         found = self.pools.get(int(handle))
         if found is None:
             self.recorder.faults.append(f"{int(handle):#x} is no memory pool")
@@ -56,43 +52,43 @@ class Pools(Machine):
         return found
 
     @api(unsafe=True)
-    def cudaMemPoolSetAttribute(self, pool: Any, attribute: Any, value: Any) -> None:
+    def cudaMemPoolSetAttribute(self, pool, attribute, value):
         value.getPtr()  # the bindings take a cuuint64_t, and no int
         if attribute != real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold:
             raise Refusal(Status.cudaErrorInvalidValue)
         self._pool(pool).threshold = int(value)
 
     @api(unsafe=True)
-    def cudaMemPoolTrimTo(self, pool: Any, nbytes: int) -> None:
+    def cudaMemPoolTrimTo(self, pool, nbytes):
         self._trim(self._pool(pool), nbytes)
 
-    def _trim(self, pool: Pool, nbytes: int) -> None:
+    def _trim(self, pool, nbytes):
         excess = max(pool.unused - nbytes, 0)
         pool.unused -= excess
         self.memory.used[pool.device] -= excess
 
     @api()
-    def cudaDeviceGraphMemTrim(self, device: int) -> None:
+    def cudaDeviceGraphMemTrim(self, device):
         self.model(device)
 
-    def wait(self, targets: list[Op]) -> None:
+    def wait(self, targets):
         super().wait(targets)
         for pool in self.pools.values():
             self._trim(pool, pool.threshold)
 
     @api(1)
-    def cudaMallocFromPoolAsync(self, nbytes: int, pool: Any, stream: Any) -> int:
+    def cudaMallocFromPoolAsync(self, nbytes, pool, stream):
         found, source = self.stream(stream), self._pool(pool)
         if not nbytes or source.device != found.device:
             raise Refusal(Status.cudaErrorInvalidValue)
         self.check_capture(found)
-        owner: Any = found.capture
+        owner = found.capture
         if owner is None:
             owner = source
             self._take(source, nbytes)
         block = self.memory.add(Allocation(found.device, nbytes, owner))
 
-        def begin() -> None:
+        def begin():
             block.alive = True
 
         self.enqueue(found, "cudaMallocAsync", begin)
@@ -100,7 +96,7 @@ class Pools(Machine):
             found.capture.allocated.add(block.address)
         return block.address
 
-    def _take(self, pool: Pool, nbytes: int) -> None:
+    def _take(self, pool, nbytes):
         """Count memory as used, that of the pool first."""
         used, limits, device = self.memory.used, self.memory.limits, pool.device
         new = max(nbytes - pool.unused, 0)
@@ -110,7 +106,7 @@ class Pools(Machine):
         pool.unused -= nbytes - new
 
     @api()
-    def cudaFreeAsync(self, address: int, stream: Any) -> None:
+    def cudaFreeAsync(self, address, stream):
         found, block, capture = self.stream(stream), self.memory.find(address), self.stream(stream).capture
         self.check_capture(found)
         if block is None or block.address != address:
@@ -127,7 +123,7 @@ class Pools(Machine):
             block.owner = (block.owner,)  # which is freed once
             self.enqueue(found, "cudaFreeAsync", lambda: self._give(block))
 
-    def free_of_pool(self, address: int) -> bool:
+    def free_of_pool(self, address):
         """Free memory of a pool now, as ``cudaFree`` does for memory that no work uses; False for other memory."""
         block = self.memory.find(address)
         if block is None or block.address != address or not isinstance(block.owner, Pool):
@@ -136,13 +132,13 @@ class Pools(Machine):
         self._give(block)
         return True
 
-    def _give(self, block: Allocation) -> None:
-        (pool,) = block.owner  # type: ignore[misc]
+    def _give(self, block):
+        (pool,) = block.owner
         self.memory.drop(block)
         self.memory.used[block.device] += block.nbytes
         pool.unused += block.nbytes
 
-    def live(self) -> dict[str, int]:
+    def live(self):
         found = super().live()
         found["bytes"] -= sum(x.unused for x in self.pools.values())
         return found

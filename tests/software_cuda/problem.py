@@ -1,18 +1,13 @@
 """A product as its descriptors describe it, and the requirements of cuBLASLt."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 from nvmath.bindings import cublasLt as real
 
 from software_cuda import tables
 from software_cuda.emulation import Emulation
-from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
-from software_cuda.switches import Switches
 
 _DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
 _EPILOGUES = frozenset(int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS"))
@@ -34,31 +29,31 @@ class Matrix:
     batch_stride: int
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self):
         return tables.DTYPES[self.type]
 
     @property
-    def bits(self) -> int:
+    def bits(self):
         """Bits of an element in memory."""
         return 4 if self.type == tables.R_4F_E2M1 else 8 * self.dtype.itemsize
 
     @property
-    def strides(self) -> tuple[int, int, int]:
+    def strides(self):
         """Elements from one matrix, row, column to the next."""
         inner = (1, self.ld) if self.order == real.Order.COL else (self.ld, 1)
         return (self.batch_stride, *inner)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self):
         return (self.batch_count, self.rows, self.cols)
 
-    def span(self) -> tuple[int, int]:
+    def span(self):
         """Return the first byte, from the pointer, and the one after the last."""
         ends = [s * (n - 1) for s, n in zip(self.strides, self.shape, strict=True)]
         first, last = sum(min(x, 0) for x in ends), sum(max(x, 0) for x in ends)
         return first * self.bits // 8, -(-(last + 1) * self.bits // 8)
 
-    def alignment(self) -> int:
+    def alignment(self):
         """Return the alignment in bytes that every column or row has if the first has it."""
         steps = self.ld | (self.batch_stride if self.batch_count > 1 else 0)
         size = steps * self.bits
@@ -89,47 +84,47 @@ class Problem:
     emulation: Emulation | None = None  # where the device emulates
 
     @property
-    def without_pointers(self) -> Problem:
+    def without_pointers(self):
         """The product for other bias and scales."""
         return replace(self, bias_pointer=0, a_scale=0, b_scale=0, emulation_descriptor=0)
 
     @property
-    def m(self) -> int:
+    def m(self):
         return self.d.rows
 
     @property
-    def n(self) -> int:
+    def n(self):
         return self.d.cols
 
     @property
-    def k(self) -> int:
+    def k(self):
         return self.a.rows if self.op_a else self.a.cols
 
     @property
-    def has_bias(self) -> bool:
+    def has_bias(self):
         return bool(self.epilogue & _BIAS)
 
     @property
-    def activation(self) -> str:
+    def activation(self):
         return "relu" if self.epilogue & _RELU else "gelu" if self.epilogue & _GELU else ""
 
     @property
-    def is_narrow(self) -> bool:
+    def is_narrow(self):
         """Whether the operands are FP8 or FP4, which have scales."""
         return self.a.type in tables.FLOAT8 or self.a.type == tables.R_4F_E2M1
 
     @property
-    def signature(self) -> tuple[int, ...]:
+    def signature(self):
         """The properties that an algorithm depends on."""
         types = (self.a.type, self.b.type, self.c.type, self.d.type)
         orders = (self.a.order, self.b.order, self.d.order)
         return (self.compute, self.scale, self.op_a, self.op_b, self.a_mode, self.b_mode, *types, *orders)
 
 
-def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -> Problem:
+def problem(operation, layouts):
     dtype = real.get_matmul_desc_attribute_dtype
 
-    def get(name: str, default: int) -> int:
+    def get(name, default):
         return operation.get(_DESC[name], dtype(_DESC[name]), default)
 
     _only_modelled(get)
@@ -166,14 +161,14 @@ _UNMODELLED = (
 )  # fmt: skip
 
 
-def _only_modelled(get: Any) -> None:
+def _only_modelled(get):
     for name in _UNMODELLED:
         if get(name, 0):
             raise NotImplementedError(f"the software cuBLASLt does not model {name}")
 
 
-def _matrix(layout: Object, name: str) -> Matrix:
-    def get(attribute: str, default: int) -> int:
+def _matrix(layout, name):
+    def get(attribute, default):
         member = _LAYOUT[attribute]
         return layout.get(member, real.get_matrix_layout_attribute_dtype(member), default)
 
@@ -194,7 +189,7 @@ def _matrix(layout: Object, name: str) -> Matrix:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def validate(x: Problem, capability: tuple[int, int], switches: Switches) -> None:
+def validate(x, capability, switches):
     """Refuse a product that cuBLASLt does not compute on a device."""
     if switches.large_batches and x.d.batch_count > _MOST_MATRICES:
         raise Refusal(NOT_SUPPORTED, f"{x.d.batch_count} matrices")
@@ -216,7 +211,7 @@ def validate(x: Problem, capability: tuple[int, int], switches: Switches) -> Non
         _validate_scales(x, capability, switches)
 
 
-def _validate_layout(x: Matrix) -> None:
+def _validate_layout(x):
     if x.order not in (real.Order.COL, real.Order.ROW):
         raise Refusal(NOT_SUPPORTED, f"{x.name}: order {x.order}")
     if x.type not in tables.DTYPES:
@@ -227,7 +222,7 @@ def _validate_layout(x: Matrix) -> None:
         raise Refusal(INVALID_VALUE, f"{x.name}: leading dimension {x.ld} for {x.shape}")
 
 
-def _validate_extents(x: Problem) -> None:
+def _validate_extents(x):
     if not {x.op_a, x.op_b} <= {0, 1, 2}:
         raise Refusal(INVALID_VALUE, f"operations {x.op_a}, {x.op_b}")
     rows, inner = (x.a.cols, x.a.rows) if x.op_a else (x.a.rows, x.a.cols)
@@ -246,7 +241,7 @@ def _validate_extents(x: Problem) -> None:
             raise Refusal(INVALID_VALUE, f"D overlaps itself: batch stride {step}")
 
 
-def _validate_epilogue(x: Problem, row: tables.Row) -> None:
+def _validate_epilogue(x, row):
     if x.epilogue == 1:
         return
     if x.epilogue not in _EPILOGUES:
@@ -262,7 +257,7 @@ def _validate_epilogue(x: Problem, row: tables.Row) -> None:
             raise Refusal(INVALID_VALUE, "an epilogue with bias, and no pointer to it")
 
 
-def _validate_int8(x: Problem) -> None:
+def _validate_int8(x):
     # The requirements of the IMMA kernels in regular data ordering.
     if (x.op_a, x.op_b) != (1, 0) or {x.a.order, x.b.order, x.d.order} != {0}:
         raise Refusal(NOT_SUPPORTED, "int8 kernels are TN in column-major terms")
@@ -270,7 +265,7 @@ def _validate_int8(x: Problem) -> None:
         raise Refusal(NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4")
 
 
-def _validate_narrow(x: Problem, capability: tuple[int, int]) -> None:
+def _validate_narrow(x, capability):
     if not tables.has_float8(capability):
         raise Refusal(NOT_SUPPORTED, f"no FP8 on compute capability {capability}")
     wants_tn = x.a.type == tables.R_4F_E2M1 or tables.float8_wants_tn(capability)
@@ -285,7 +280,7 @@ def _validate_narrow(x: Problem, capability: tuple[int, int]) -> None:
         raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want k and the rows of D in steps of 16 bytes")
 
 
-def _validate_scales(x: Problem, capability: tuple[int, int], switches: Switches) -> None:
+def _validate_scales(x, capability, switches):
     modes = (x.a_mode, x.b_mode)
     fp4 = x.a.type == tables.R_4F_E2M1
     if modes == (tables.SCALAR_32F,) * 2 and not fp4:

@@ -3,14 +3,10 @@
 It makes descriptors, layouts and preferences, sets and reads their attributes, and reads an algorithm's configuration.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from software_cuda.descriptors import SoftwareLtError
 
@@ -23,7 +19,7 @@ _C = {
     "matmul_algo_config": "cublasLtMatmulAlgoConfig",
     "matmul_algo_cap": "cublasLtMatmulAlgoCap",
 }
-_SIZES: dict[str, tuple[Any, ...]] = {
+_SIZES = {
     "matmul_desc": (ctypes.c_int, ctypes.c_int),
     "matrix_layout": (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
     "matmul_preference": (),
@@ -31,7 +27,7 @@ _SIZES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def path() -> str | None:
+def path():
     """Return the path of the library, in NVIDIA's wheels or the system's search path; None if it is missing."""
     found = importlib.util.find_spec("nvidia")
     for folder in (found.submodule_search_locations or ()) if found else ():
@@ -47,44 +43,44 @@ def path() -> str | None:
 
 
 class Real:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
         self._library = ctypes.CDLL(path)
 
-    def _function(self, name: str, *types: Any, returns: Any = ctypes.c_int) -> Any:
+    def _function(self, name, *types, returns=ctypes.c_int):
         # A new function object, as attributes of the library are shared.
         made = self._library[name]
         made.argtypes, made.restype = types, returns
         return made
 
     @property
-    def version(self) -> int:
+    def version(self):
         return int(self._function("cublasLtGetVersion", returns=ctypes.c_size_t)())
 
-    def status_name(self, status: int) -> str:
+    def status_name(self, status):
         function = self._function("cublasLtGetStatusName", ctypes.c_int, returns=ctypes.c_char_p)
-        found: bytes = function(status)
+        found = function(status)
         return found.decode()
 
-    def create(self, kind: str, *arguments: int) -> tuple[int, int]:
+    def create(self, kind, *arguments):
         made = ctypes.c_void_p()
         function = self._function(f"{_C[kind]}Create", ctypes.c_void_p, *_SIZES[kind])
         return function(ctypes.byref(made), *arguments), made.value or 0
 
-    def destroy(self, kind: str, made: int) -> int:
+    def destroy(self, kind, made):
         return int(self._function(f"{_C[kind]}Destroy", ctypes.c_void_p)(made))
 
-    def set(self, kind: str, made: int, attribute: int, address: int, nbytes: int) -> int:
+    def set(self, kind, made, attribute, address, nbytes):
         types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
         return int(self._function(f"{_C[kind]}SetAttribute", *types)(made, attribute, address, nbytes))
 
-    def get(self, kind: str, made: int, attribute: int, address: int, nbytes: int, written: int) -> int:
+    def get(self, kind, made, attribute, address, nbytes, written):
         types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         function = self._function(f"{_C[kind]}GetAttribute", *types)
         return int(function(made, attribute, address, nbytes, written))
 
 
-def software_status(function: Callable[..., Any], *arguments: Any) -> int:
+def software_status(function, *arguments):
     """Return the status with which a function of the software ends."""
     try:
         function(*arguments)
@@ -97,7 +93,7 @@ def software_status(function: Callable[..., Any], *arguments: Any) -> int:
 _UNTOUCHED = 0xAB
 
 
-def answer(get: Callable[..., int], *arguments: Any, nbytes: int) -> tuple[int, bytes, int]:
+def answer(get, *arguments, nbytes):
     """Return status, bytes and written size of a getter with a buffer of this size."""
     data = (ctypes.c_uint8 * max(nbytes, 1))(*[_UNTOUCHED] * max(nbytes, 1))
     written = ctypes.c_size_t(_UNTOUCHED)

@@ -1,10 +1,7 @@
 """Shared by all parts of the software CUDA: calls are recorded, any call can be made to fail, misuse is noted."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from software_cuda.switches import Switches
@@ -17,7 +14,7 @@ class Fault(Exception):
 class Refusal(Exception):
     """A library refuses a call with this status; real libraries do not give the reason."""
 
-    def __init__(self, status: Any, reason: str = "") -> None:
+    def __init__(self, status, reason=""):
         super().__init__(status, reason)
         self.status = status
         self.reason = reason
@@ -29,7 +26,7 @@ class Recorder:
     A test that provokes a fault empties the list. ``log`` has the function and arguments of the runtime's calls.
     """
 
-    def __init__(self, switches: Switches | None = None) -> None:
+    def __init__(self, switches=None):
         self.switches = switches or Switches()
         self.calls: list[str] = []
         self.log: list[tuple[Any, ...]] = []
@@ -37,7 +34,7 @@ class Recorder:
         self._plans: list[_Failure] = []
 
     @contextlib.contextmanager
-    def fail(self, function: str, *, at: int = 1, status: Any = None) -> Iterator[_Failure]:
+    def fail(self, function, *, at=1, status=None):
         """Make the ``at``-th call from now on report an error instead of acting.
 
         ``function`` is a name with or without the part before the dot, "*" for all calls; ``status`` is by default one
@@ -50,7 +47,7 @@ class Recorder:
         finally:
             self._plans.remove(plan)
 
-    def called(self, part: str, function: str) -> _Failure | None:
+    def called(self, part, function):
         """Record a call; return the failure planned for it."""
         name = f"{part}.{function}"
         self.calls.append(name)
@@ -61,13 +58,13 @@ class Recorder:
 
 
 class _Failure:
-    def __init__(self, function: str, at: int, status: Any) -> None:
+    def __init__(self, function, at, status):
         self.function = function
         self.status = status
         self.happened = False
         self._left = at
 
-    def is_due(self, name: str, function: str) -> bool:
+    def is_due(self, name, function):
         if self.function not in ("*", name, function):
             return False
         self._left -= 1
@@ -81,13 +78,13 @@ class Part:
     #: Functions of the real module that need no driver.
     harmless: frozenset[str] = frozenset()
 
-    def __init__(self, name: str, real: Any, recorder: Recorder) -> None:
+    def __init__(self, name, real, recorder):
         self.__name__ = real.__name__
         self.part = name
         self.real = real
         self.recorder = recorder
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("_") or name == "real":
             raise AttributeError(name)
         found = getattr(self.real, name)
@@ -95,22 +92,22 @@ class Part:
             return found
         raise AttributeError(f"the software {self.part} has no {name}")
 
-    def error(self, status: Any, reason: str) -> Exception:
+    def error(self, status, reason):
         """Return the exception by which this module reports an error; ``status`` is None where any will do."""
         raise NotImplementedError
 
 
-def acts_anyway(function: str) -> bool:
+def acts_anyway(function):
     """Whether a function acts even where it reports an error, which is then one of earlier work."""
     return function == "cudaFree" or function.lower().endswith("destroy")
 
 
-def function(method: Callable[..., Any]) -> Callable[..., Any]:
+def function(method):
     """Make a method a function of the module: it is recorded, can be made to fail, and raises the module's error."""
     name = method.__name__
 
     @functools.wraps(method)
-    def call(self: Part, *arguments: Any, **keywords: Any) -> Any:
+    def call(self, *arguments, **keywords):
         plan = self.recorder.called(self.part, name)
         try:
             if plan is None:

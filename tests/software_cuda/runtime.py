@@ -3,17 +3,14 @@
 Source: the CUDA Runtime API reference.
 """
 
-from __future__ import annotations
-
 import ctypes
-from typing import Any
 
 import numpy as np
 from cuda.bindings import runtime as real
 
 from software_cuda.machine import GLOBAL, DeviceModel, Graph, Refusal, Status, api
 from software_cuda.pools import Pools
-from software_cuda.streams import Event, Op, Stream, nothing
+from software_cuda.streams import Event, Stream, nothing
 
 __all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
 
@@ -22,21 +19,21 @@ class Runtime(Pools):
     # -- devices ----------------------------------------------------------------------------------
 
     @api(1, always=True)
-    def cudaGetDeviceCount(self) -> int:
+    def cudaGetDeviceCount(self):
         return len(self.devices)
 
     @api(1, always=True)
-    def cudaGetDevice(self) -> int:
+    def cudaGetDevice(self):
         return self.device
 
     @api(always=True)
-    def cudaSetDevice(self, device: int) -> None:
+    def cudaSetDevice(self, device):
         self.model(device)
         self.thread.device = self.thread.context = device
         self.contexts.add(device)
 
     @api(1, always=True)
-    def cudaGetDeviceProperties(self, device: int) -> Any:
+    def cudaGetDeviceProperties(self, device):
         model, found = self.model(device), real.cudaDeviceProp()
         found.name = model.name.encode().ljust(256, b"\0")
         found.major, found.minor = model.capability
@@ -45,7 +42,7 @@ class Runtime(Pools):
         return found
 
     @api(1, always=True)
-    def cudaDeviceGetAttribute(self, attribute: Any, device: int) -> int:
+    def cudaDeviceGetAttribute(self, attribute, device):
         model, names = self.model(device), real.cudaDeviceAttr
         return {
             names.cudaDevAttrClockRate: model.clock_khz,
@@ -57,11 +54,11 @@ class Runtime(Pools):
         }[attribute]
 
     @api(1, always=True)
-    def cudaDriverGetVersion(self) -> int:
+    def cudaDriverGetVersion(self):
         return 13000
 
     @api()
-    def cudaDeviceSynchronize(self) -> None:
+    def cudaDeviceSynchronize(self):
         device = self.device
         for capture in self.captures:
             if any(x.device == device for x in capture.tails):
@@ -72,7 +69,7 @@ class Runtime(Pools):
     # -- memory -----------------------------------------------------------------------------------
 
     @api(1, unsafe=True)
-    def cudaMalloc(self, nbytes: int) -> int:
+    def cudaMalloc(self, nbytes):
         if not nbytes:
             return 0
         address = self.memory.allocate(self.device, int(nbytes))
@@ -81,7 +78,7 @@ class Runtime(Pools):
         return address
 
     @api(unsafe=True)
-    def cudaFree(self, address: int) -> None:
+    def cudaFree(self, address):
         if not address or self.free_of_pool(int(address)):
             return
         if not self.recorder.switches.free_without_wait:
@@ -91,7 +88,7 @@ class Runtime(Pools):
             raise Refusal(Status.cudaErrorInvalidValue)
 
     @api()
-    def cudaMemcpyAsync(self, target: int, source: int, nbytes: int, kind: Any, stream: Any) -> None:
+    def cudaMemcpyAsync(self, target, source, nbytes, kind, stream):
         found = self.stream(stream)
         to_host = self.memory.find(int(target)) is None
         from_host = self.memory.find(int(source)) is None
@@ -101,7 +98,7 @@ class Runtime(Pools):
         # Pageable memory of the host is read before the call returns, and is written by then.
         early = host_bytes(int(source), nbytes).copy() if from_host else None
 
-        def copy() -> None:
+        def copy():
             data = early
             if data is None:
                 data = self.memory.at(int(source), nbytes, None, "copy from")
@@ -115,10 +112,10 @@ class Runtime(Pools):
             self.wait([op])
 
     @api()
-    def cudaMemsetAsync(self, address: int, value: int, nbytes: int, stream: Any) -> None:
+    def cudaMemsetAsync(self, address, value, nbytes, stream):
         found = self.stream(stream)
 
-        def fill() -> None:
+        def fill():
             self.memory.at(int(address), nbytes, found.device, "cudaMemsetAsync")[:] = value & 0xFF
 
         self.enqueue(found, "cudaMemsetAsync", fill, 0.002)
@@ -126,7 +123,7 @@ class Runtime(Pools):
     # -- streams ----------------------------------------------------------------------------------
 
     @api(1)
-    def cudaStreamCreateWithFlags(self, flags: int) -> Any:
+    def cudaStreamCreateWithFlags(self, flags):
         if flags not in (0, int(real.cudaStreamNonBlocking)):
             raise Refusal(Status.cudaErrorInvalidValue)
         handle = next(self.handles)
@@ -136,7 +133,7 @@ class Runtime(Pools):
         return real.cudaStream_t(handle)
 
     @api()
-    def cudaStreamSynchronize(self, stream: Any) -> None:
+    def cudaStreamSynchronize(self, stream):
         found = self.stream(stream)
         if found.capture is not None:
             found.capture.is_invalid = True
@@ -150,7 +147,7 @@ class Runtime(Pools):
             self.wait([found.tail])
 
     @api(1)
-    def cudaStreamIsCapturing(self, stream: Any) -> Any:
+    def cudaStreamIsCapturing(self, stream):
         found, names = self.stream(stream), real.cudaStreamCaptureStatus
         if found.is_legacy and self.ended_by(found):
             raise Refusal(Status.cudaErrorStreamCaptureImplicit)  # the capture stays valid
@@ -161,13 +158,13 @@ class Runtime(Pools):
         return names.cudaStreamCaptureStatusActive
 
     @api(1, always=True)
-    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+    def cudaThreadExchangeStreamCaptureMode(self, mode):
         before = getattr(self.thread, "mode", GLOBAL)
         self.thread.mode = int(mode)
         return real.cudaStreamCaptureMode(before)
 
     @api()
-    def cudaStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> None:
+    def cudaStreamWaitEvent(self, stream, event, flags):
         found, mark = self.stream(stream), self.event(event).op
         self.check_capture(found)
         if mark is None:
@@ -191,7 +188,7 @@ class Runtime(Pools):
     # -- events -----------------------------------------------------------------------------------
 
     @api(1)
-    def cudaEventCreateWithFlags(self, flags: int) -> Any:
+    def cudaEventCreateWithFlags(self, flags):
         if flags & ~7:
             raise Refusal(Status.cudaErrorInvalidValue)
         handle = next(self.handles)
@@ -200,19 +197,19 @@ class Runtime(Pools):
         return real.cudaEvent_t(handle)
 
     @api()
-    def cudaEventDestroy(self, event: Any) -> None:
+    def cudaEventDestroy(self, event):
         self.event(event)
         del self.events[int(event)]
 
     @api()
-    def cudaEventRecord(self, event: Any, stream: Any) -> None:
+    def cudaEventRecord(self, event, stream):
         found, target = self.stream(stream), self.event(event)
         if target.device != found.device:
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
         target.op = self.enqueue(found, "record", nothing, 0.0001)
 
     @api()
-    def cudaEventQuery(self, event: Any) -> None:
+    def cudaEventQuery(self, event):
         mark = self._mark(event, "cudaEventQuery")
         if mark is None or mark.done:
             return
@@ -221,12 +218,12 @@ class Runtime(Pools):
         raise Refusal(Status.cudaErrorNotReady)
 
     @api()
-    def cudaEventSynchronize(self, event: Any) -> None:
+    def cudaEventSynchronize(self, event):
         mark = self._mark(event, "cudaEventSynchronize")
         if mark is not None:
             self.wait([mark])
 
-    def _mark(self, event: Any, name: str) -> Op | None:
+    def _mark(self, event, name):
         mark = self.event(event).op
         if mark is not None and mark.capture is not None:
             mark.capture.is_invalid = True
@@ -235,27 +232,27 @@ class Runtime(Pools):
         return mark
 
     @api(1)
-    def cudaEventElapsedTime(self, start: Any, end: Any) -> float:
+    def cudaEventElapsedTime(self, start, end):
         first, last = self.event(start), self.event(end)
         marks = (first.op, last.op)
         if not (first.timing and last.timing) or any(x is None or x.capture for x in marks):
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
         if not all(x is not None and x.done for x in marks):
             raise Refusal(Status.cudaErrorNotReady)
-        return float(np.float32(last.op.finish_ms - first.op.finish_ms))  # type: ignore[union-attr]
+        return float(np.float32(last.op.finish_ms - first.op.finish_ms))
 
     # -- errors -----------------------------------------------------------------------------------
 
     @api(1, always=True)
-    def cudaGetErrorString(self, status: Any) -> bytes:
+    def cudaGetErrorString(self, status):
         return real.cudaGetErrorString(status)[1]
 
-    def cudaGetLastError(self) -> tuple[Any]:
+    def cudaGetLastError(self):
         self.recorder.called(self.part, "cudaGetLastError")
         error = self.sticky.get(self.device, self.last_error)
         self.last_error = Status.cudaSuccess
         return (error,)
 
 
-def host_bytes(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def host_bytes(address, nbytes):
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -1,25 +1,20 @@
 """Streams with deferred execution: work is queued, and runs only when it is waited for, in an unfavourable order.
 
 Each piece of work knows its predecessors: those on its stream, events, and the rules of the legacy default stream. Any
-order that these allow may be taken. Source: the CUDA C++ Programming Guide, *Streams*, *Implicit synchronization* and
+order that these allow may be taken: "lazy" runs only what is waited for; "eager" also what has ended by the simulated
+time; "all" runs everything, streams in turn; a number seeds a random order of everything.
+
+Source: the CUDA C++ Programming Guide, *Streams*, *Implicit synchronization* and
 *CUDA Graphs: Creating a Graph Using Stream Capture*.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 
-#: The order of execution: "lazy" runs only what is waited for; "eager" also what has ended by the simulated time;
-#: "all" runs everything, streams in turn; a number seeds a random order of everything.
-Policy = Literal["lazy", "eager", "all"] | int
 
-
-def nothing() -> None:
+def nothing():
     """Do nothing."""
 
 
@@ -28,15 +23,7 @@ class Op:
 
     __slots__ = ("after", "capture", "cost_ms", "done", "enqueued_ms", "finish_ms", "label", "run", "stream")
 
-    def __init__(
-        self,
-        stream: Stream,
-        label: str,
-        run: Callable[[], None],
-        cost_ms: float,
-        after: Iterable[Op],
-        capture: Capture | None = None,
-    ) -> None:
+    def __init__(self, stream, label, run, cost_ms, after, capture=None):
         self.stream = stream
         self.label = label
         self.run = run
@@ -48,14 +35,14 @@ class Op:
         self.enqueued_ms = 0.0
 
     @property
-    def is_ready(self) -> bool:
+    def is_ready(self):
         return all(x.done for x in self.after)
 
 
 class Stream:
     """A stream of a device; a blocking one and the legacy default stream wait for each other."""
 
-    def __init__(self, handle: int, device: int, *, blocking: bool, is_legacy: bool = False) -> None:
+    def __init__(self, handle, device, *, blocking, is_legacy=False):
         self.handle = handle
         self.device = device
         self.blocking = blocking
@@ -69,7 +56,7 @@ class Stream:
 class Event:
     """An event of a device; ``op`` is its last record."""
 
-    def __init__(self, device: int, *, timing: bool) -> None:
+    def __init__(self, device, *, timing):
         self.device = device
         self.timing = timing
         self.op: Op | None = None
@@ -78,7 +65,7 @@ class Event:
 class Capture:
     """Work that is being recorded into a graph; ``tails`` has the last of each stream."""
 
-    def __init__(self, origin: Stream, mode: int, thread: int) -> None:
+    def __init__(self, origin, mode, thread):
         self.origin = origin
         self.mode = mode
         self.thread = thread
@@ -87,18 +74,18 @@ class Capture:
         self.tails: dict[Stream, Op | None] = {origin: None}
         self.is_invalid = False
 
-    def is_joined(self) -> bool:
+    def is_joined(self):
         """Whether all streams that were forked from the first one have been joined to it."""
         first = self.tails[self.origin]
         seen = set(_closure(first)) if first is not None else set()
         return all(tail is None or tail in seen for tail in self.tails.values())
 
 
-def _start_ms(op: Op) -> float:
+def _start_ms(op):
     return max([op.enqueued_ms, *(x.finish_ms for x in op.after)])
 
 
-def _closure(op: Op) -> set[Op]:
+def _closure(op):
     """Return an operation and all its predecessors that are not done."""
     found, todo = {op}, [op]
     while todo:
@@ -110,19 +97,17 @@ def _closure(op: Op) -> set[Op]:
 
 
 class Scheduler:
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy):
         self.streams: list[Stream] = []
         self.clock_ms = 0.0
         self._turn = itertools.count(1)
         self.use(policy)
 
-    def use(self, policy: Policy) -> None:
+    def use(self, policy):
         self.policy = policy
         self._random = np.random.default_rng(policy if isinstance(policy, int) else 0)
 
-    def enqueue(
-        self, stream: Stream, label: str, run: Callable[[], None], cost_ms: float = 0.0, after: Sequence[Op] = ()
-    ) -> Op:
+    def enqueue(self, stream, label, run, cost_ms=0.0, after=()):
         """Put work on a stream, or into the graph that it is being captured into."""
         capture = stream.capture
         if capture is not None:
@@ -138,13 +123,13 @@ class Scheduler:
         stream.tail = op
         return op
 
-    def _implicit(self, stream: Stream) -> list[Op | None]:
+    def _implicit(self, stream):
         others = [x for x in self.streams if x.device == stream.device and x is not stream]
         if stream.is_legacy:
             return [x.tail for x in others if x.blocking]
         return [x.tail for x in others if x.is_legacy] if stream.blocking else []
 
-    def drain(self, targets: Iterable[Op] | None = None) -> None:
+    def drain(self, targets=None):
         """Run work until the targets are done, by default all of it."""
         if targets is None:
             self._run(None)
@@ -156,12 +141,12 @@ class Scheduler:
             if not target.done:
                 self._run(_closure(target))
 
-    def advance(self, target: Op) -> None:
+    def advance(self, target):
         """Run one piece of what a target waits for."""
         if self.policy != "eager":
             self._step(_closure(target))
 
-    def keep_up(self) -> None:
+    def keep_up(self):
         """Run the work that ends before the simulated time, where the policy does so."""
         while self.policy == "eager":
             ready = [x.queue[0] for x in self.streams if x.queue and x.queue[0].is_ready]
@@ -170,11 +155,11 @@ class Scheduler:
                 return
             self._execute(over[0])
 
-    def _run(self, among: set[Op] | None) -> None:
+    def _run(self, among):
         while self._step(among):
             pass
 
-    def _step(self, among: set[Op] | None) -> bool:
+    def _step(self, among):
         fronts = [x.queue[0] for x in self.streams if x.queue]
         if among is not None:
             fronts = [x for x in fronts if x in among]
@@ -189,7 +174,7 @@ class Scheduler:
         self._execute(op)
         return True
 
-    def _execute(self, op: Op) -> None:
+    def _execute(self, op):
         stream = op.stream
         assert stream.queue.popleft() is op
         stream.last_turn = next(self._turn)
@@ -198,9 +183,9 @@ class Scheduler:
         run, op.run = op.run, nothing  # which releases what it holds
         run()
 
-    def replay(self, ops: Sequence[Op], stream: Stream) -> None:
+    def replay(self, ops, stream):
         """Queue a captured graph on a stream; of what the graph leaves open, the last comes first."""
-        done: set[Op] = set()
+        done = set()
         waiting = list(ops)
         while waiting:
             op = next(x for x in reversed(waiting) if all(y in done for y in x.after))

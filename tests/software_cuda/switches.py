@@ -1,7 +1,5 @@
 """Refusals and failures of real libraries that depend on versions and devices, each a switch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 
@@ -27,6 +25,6 @@ class Switches:
     free_without_wait: bool = False
 
     @classmethod
-    def all(cls) -> Switches:
+    def all(cls):
         """Return the switches, all on."""
         return cls(**{x.name: True for x in fields(cls)})

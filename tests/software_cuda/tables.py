@@ -6,8 +6,6 @@ Support Overview*. Uncertain, and decided for refusal: bias and activations on f
 alpha and beta other than 0 and 1 for an int32 scale type. FP8 and FP4 results are not modelled.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import ml_dtypes
@@ -17,7 +15,7 @@ import numpy as np
 R_32F, R_64F, R_16F, R_8I, C_32F, C_64F = range(6)
 R_32I, R_16BF, R_8F_E4M3, R_8F_E5M2, R_4F_E2M1 = 10, 14, 28, 29, 33
 
-DTYPES: dict[int, np.dtype] = {
+DTYPES = {
     R_32F: np.dtype(np.float32),
     R_64F: np.dtype(np.float64),
     R_16F: np.dtype(np.float16),
@@ -61,11 +59,11 @@ class Row(NamedTuple):
     bias: int
 
 
-def _same(compute: frozenset[int], scale: int, ab: int, cd: int, bias: int) -> Row:
+def _same(compute, scale, ab, cd, bias):
     return Row(compute, scale, ab, ab, cd, cd, bias)
 
 
-ROWS: tuple[Row, ...] = (
+ROWS = (
     _same(COMPUTE_16F, R_16F, R_16F, R_16F, R_16F),
     _same(COMPUTE_32I, R_32I, R_8I, R_32I, NO_EPILOGUE),
     _same(COMPUTE_32I, R_32F, R_8I, R_8I, NO_EPILOGUE),
@@ -92,31 +90,31 @@ FP4_ROWS = tuple(
 )
 
 #: By everything but the compute type.
-_BY_TYPES: dict[tuple[int, ...], Row] = {(x.scale, x.a, x.b, x.c, x.d): x for x in (*ROWS, *FP4_ROWS)}
+_BY_TYPES = {(x.scale, x.a, x.b, x.c, x.d): x for x in (*ROWS, *FP4_ROWS)}
 
 
-def row(compute: int, scale: int, a: int, b: int, c: int, d: int) -> Row | None:
+def row(compute, scale, a, b, c, d):
     """Return the line for a combination of types, None if there is none."""
     found = _BY_TYPES.get((scale, a, b, c, d))
     return found if found is not None and compute in found.compute else None
 
 
-def has_float8(capability: tuple[int, int]) -> bool:
+def has_float8(capability):
     """Whether a device multiplies FP8."""
     return capability == (8, 9) or capability >= (9, 0)
 
 
-def float8_wants_tn(capability: tuple[int, int]) -> bool:
+def float8_wants_tn(capability):
     """Whether its FP8 kernels read A transposed and B not, in column-major terms."""
     return capability in ((8, 9), (9, 0)) or capability[0] == 12
 
 
-def has_block_scales(capability: tuple[int, int]) -> bool:
+def has_block_scales(capability):
     """Whether a device multiplies FP8 and FP4 with scales of blocks."""
     return capability >= (10, 0)
 
 
-def emulates(compute: int, capability: tuple[int, int], version: int) -> bool:
+def emulates(compute, capability, version):
     """Whether a device emulates by a compute type, which other devices ignore (*Floating Point Emulation*)."""
     if compute == EMULATED_16BFX9:
         return capability in ((10, 0), (10, 3)) and version >= 120900
@@ -155,7 +153,7 @@ EMULATED_FLAGS = {
 }
 
 
-def flags(compute: int, a: int, b: int, *, tf32_forbidden: bool, emulates: bool = False) -> int:
+def flags(compute, a, b, *, tf32_forbidden, emulates=False):
     """Return the numerical implementation flags of what runs on tensor cores where it may."""
     if emulates:
         return EMULATED_FLAGS[compute]

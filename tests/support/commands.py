@@ -1,22 +1,19 @@
 """Commands in a child of this process, with standard streams of their own and without the start of a Python."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from lowprec.cli import main
 from lowprec.policy import environment
 
 #: A stream that is returned; None is one that is closed from the start.
-CAPTURED: Any = object()
+CAPTURED = object()
 
 
 class Ended(NamedTuple):
@@ -27,7 +24,7 @@ class Ended(NamedTuple):
     err: bytes
 
 
-def forked(act: Callable[[], int]) -> int:
+def forked(act):
     """Call a function in a child of this process; return its exit code, which the function returns."""
     child = os.fork()
     if not child:
@@ -43,10 +40,10 @@ def forked(act: Callable[[], int]) -> int:
 
 
 def in_child(
-    *words: object, stdin: bytes | None = b"", out: BinaryIO | None = CAPTURED, err: BinaryIO | None = CAPTURED,
-    encoding: str = "utf-8", unbuffered: bool = False, options: tuple[str, ...] = (),
-    variables: Mapping[str, str] | None = None,
-) -> Ended:  # fmt: skip
+    *words, stdin = b"", out = CAPTURED, err = CAPTURED,
+    encoding = "utf-8", unbuffered = False, options = (),
+    variables = None,
+):  # fmt: skip
     """Run ``python OPTIONS -m lowprec WORDS``; ``lowprec run`` replaces the child by a Python with these options."""
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
@@ -55,7 +52,7 @@ def in_child(
         streams = [file if given is CAPTURED else given for file, given in zip(files, (None, out, err), strict=True)]
         streams[0] = None if stdin is None else files[0]
 
-        def act() -> int:
+        def act():
             _take(streams, encoding, unbuffered)
             os.environ.update(variables or {})
             environment.refresh()
@@ -72,14 +69,14 @@ def in_child(
         return Ended(code, files[1].read(), files[2].read())
 
 
-def _take(streams: list[BinaryIO | None], encoding: str, unbuffered: bool) -> None:
+def _take(streams, encoding, unbuffered):
     """Have these as standard streams, as a Python that starts with them."""
     for number, stream in enumerate(streams):
         if stream is None:
             os.close(number)
         else:
             os.dup2(stream.fileno(), number)
-    made: list[Any] = []
+    made = []
     for number, stream in enumerate(streams):
         raw = None if stream is None else open(number, "wb" if number else "rb", 0 if unbuffered and number else -1)  # noqa: SIM115
         made.append(raw and io.TextIOWrapper(raw, encoding, line_buffering=number == 2, write_through=unbuffered))

@@ -3,14 +3,10 @@
 `.ci/check_skips.py` knows the reasons below, and accepts them only where the processor indeed lacks the units.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -42,17 +38,17 @@ _NO_UNITS = {
 UNITS = tuple(dict.fromkeys(row.requires for row in kernels_of(cpuinfo.machine()) if row.requires))
 
 
-def has(unit: str) -> bool:
+def has(unit):
     """Whether products can run on a unit: it is here, and `LOWPREC_MAX_CPU_ISA` does not hide it."""
     return unit in backend.capabilities(CPU).features
 
 
-def needs(unit: str) -> pytest.MarkDecorator:
+def needs(unit):
     """Skip where a unit cannot run."""
     return pytest.mark.skipif(not has(unit), reason=_NO_UNITS[unit])
 
 
-def units(*some: str) -> pytest.MarkDecorator:
+def units(*some):
     """Run a test with each of these units (by default, all of this architecture) that can run."""
     names = [name for name in some or UNITS if name in UNITS]
     return pytest.mark.parametrize("unit", [pytest.param(x, marks=needs(x), id=x) for x in names])
@@ -71,13 +67,13 @@ for n in map(int, sys.argv[1:]):
 
 
 @functools.cache
-def _errors_at_medium() -> dict[int, float]:
+def _errors_at_medium():
     command = [sys.executable, "-c", _ASKED, "128", "256", "512"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return {int(n): float(error) for n, error in map(str.split, done.stdout.splitlines())}
 
 
-def medium_lowers(n: int) -> bool:
+def medium_lowers(n):
     """Whether PyTorch at "medium" lowers the precision of a float32 product of n x n matrices; n is 128, 256 or 512.
 
     Queried once, in a process of its own: the instruction sets do not show it. oneDNN multiplies float32
@@ -88,7 +84,7 @@ def medium_lowers(n: int) -> bool:
 
 
 @contextmanager
-def imitated_units(torch: Any) -> Iterator[None]:
+def imitated_units(torch):
     """Let PyTorch round the operands of products to bfloat16 where its switch allows that, as with AMX units.
 
     What is imitated is the rounding. When a product looks at the switch, and at which, is as it is with the units.
@@ -97,12 +93,12 @@ def imitated_units(torch: Any) -> Iterator[None]:
 
     products = {*("mm", "bmm", "mv", "addmm", "baddbmm"), *("_euclidean_dist", "linalg_matrix_exp", "linalg_pinv")}
 
-    def rounded(x: Any) -> Any:
+    def rounded(x):
         is_single = isinstance(x, torch.Tensor) and x.dtype == torch.float32
         return x.bfloat16().float() if is_single else x
 
-    class Rounding(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    class Rounding(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             name = function.overloadpacket.__name__
             allowed = torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
             if name in products and allowed:

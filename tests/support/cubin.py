@@ -4,14 +4,11 @@ A cubin is an ELF file. The attributes of ``.nv.info`` are those of *CUDA Binary
 NVRTC 13 writes.
 """
 
-from __future__ import annotations
-
 import bisect
 import re
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +31,7 @@ class Cubin(NamedTuple):
     stack: int
 
 
-def read_cubin(data: bytes, name: str) -> Cubin:
+def read_cubin(data, name):
     """Read a cubin with a single kernel."""
     sections = dict(_sections(data))
     common = list(_attributes(sections[".nv.info"]))
@@ -45,7 +42,7 @@ def read_cubin(data: bytes, name: str) -> Cubin:
     return Cubin(sections[f".text.{name}"], [(offset, flags >> 18) for _, offset, flags in rows], stack)
 
 
-def _sections(data: bytes) -> Iterator[tuple[str, bytes]]:
+def _sections(data):
     assert data.startswith(b"\x7fELF\x02\x01"), "no ELF file of 64 bits, least significant byte first"
     (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", data, 0x3A)
@@ -57,7 +54,7 @@ def _sections(data: bytes) -> Iterator[tuple[str, bytes]]:
         yield text, b"" if kind == _NOBITS else data[offset : offset + nbytes]
 
 
-def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _attributes(data):
     at = 0
     while at < len(data):
         layout, kind, nbytes = struct.unpack_from("<BBH", data, at)
@@ -67,7 +64,7 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
             at += nbytes
 
 
-def nvdisasm() -> Path | None:
+def nvdisasm():
     """Return the path of NVIDIA's disassembler from its wheel, None if that is not installed."""
     try:
         files = metadata.files("nvidia-cuda-nvdisasm") or []
@@ -76,7 +73,7 @@ def nvdisasm() -> Path | None:
     return next((Path(str(x.locate())) for x in files if x.name == "nvdisasm"), None)
 
 
-def accesses(texts: Sequence[bytes], architecture: str, folder: Path) -> list[Counter[tuple[str, int]]]:
+def accesses(texts, architecture, folder):
     """Count the loads and stores of each kernel, by instruction and bits.
 
     The instructions are ``LDG`` and ``STG`` for global memory, ``LDL`` and ``STL`` for local memory, where registers
@@ -88,7 +85,7 @@ def accesses(texts: Sequence[bytes], architecture: str, folder: Path) -> list[Co
     path.write_bytes(b"".join(texts))
     command = [str(nvdisasm()), "--binary", architecture.replace("sm_", "SM"), str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found: list[Counter[tuple[str, int]]] = [Counter() for _ in texts]
+    found = [Counter() for _ in texts]
     for address, instruction, suffix in _ACCESS.findall(shown):
         bits = _BITS.search(suffix)
         number = bisect.bisect_right(starts, int(address, 16)) - 1

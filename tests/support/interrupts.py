@@ -1,16 +1,11 @@
 """Simulated signal handlers: a function is called at a chosen place inside another call."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import lowprec
 from lowprec.policy import entries, scopes
@@ -26,12 +21,12 @@ class Late(Exception):
     """The exception of a program's time limit."""
 
 
-def fail(error: type[BaseException]) -> None:
+def fail(error):
     """Raise, as a handler."""
     raise error("of a handler")
 
 
-def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also: tuple[str, ...] = ()) -> bool:
+def strike(call, at, action, *, also=()):
     """Call a function, and act at one of lowprec's checks for signals; return False if there are fewer.
 
     Python checks at the beginnings of its functions and the returns of C functions. The action runs in the thread of
@@ -39,7 +34,7 @@ def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also:
     """
     passed = 0
 
-    def look(frame: FrameType, event: str, arg: Any) -> None:
+    def look(frame, event, arg):
         nonlocal passed
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith((PACKAGE, *also)):
             passed += 1
@@ -58,9 +53,7 @@ def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also:
     return passed > at
 
 
-def interrupted(
-    call: Callable[[], Any], error: type[BaseException] = Interrupt, *, step: int = 1, **where: Any
-) -> Iterator[BaseException | None]:
+def interrupted(call, error=Interrupt, *, step=1, **where):
     """Repeat a call, interrupted at the first place, the next, and so on; yield each exception, None if none arrived.
 
     The last call is not interrupted, and nothing is yielded for it.
@@ -77,7 +70,7 @@ def interrupted(
         at += step
 
 
-def leave() -> int:
+def leave():
     """Leave the blocks of this thread that an interrupt has left open; return how many have set switches."""
     left = [hold for hold in list(entries.holds) if hold.thread == threading.get_ident()]
     for hold in left:
@@ -86,7 +79,7 @@ def leave() -> int:
     return len(left)
 
 
-def count(call: Callable[[], Any], check: Callable[[], Any], error: type[BaseException], **where: Any) -> int:
+def count(call, check, error, **where):
     """Return at how many places a call was interrupted.
 
     The exception must arrive, and the check must hold once the open blocks are left, at most a quarter of them.

@@ -1,26 +1,19 @@
 """NumPy oracles of the packing and epilogue kernels, and arrays for them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.epilogue import Epilogue
-from lowprec.formats import DType
 from lowprec.planning import MatrixStack
-from lowprec.planning.cublaslt.calls import Packing
 
 _CANARY = 0xA5
 _MARGIN = 64
 
 
-def stack_of(array: np.ndarray, dtype: DType) -> MatrixStack:
+def stack_of(array, dtype):
     """Describe a stack of matrices, shape (..., rows, cols)."""
     strides = [s // array.itemsize for s in array.strides]
     return MatrixStack.of(dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2]))
@@ -29,12 +22,12 @@ def stack_of(array: np.ndarray, dtype: DType) -> MatrixStack:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def random_bits(rng: np.random.Generator, dtype: DType, size: int) -> np.ndarray:
+def random_bits(rng, dtype, size):
     """Return numbers of every kind: any bits at all, NaN and infinities among them."""
     return rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
 
 
-def random_numbers(rng: np.random.Generator, dtype: DType, size: int) -> np.ndarray:
+def random_numbers(rng, dtype, size):
     """Return finite numbers of ordinary size."""
     if dtype.format is None:
         return rng.integers(-100, 100, size).astype(NUMPY_DTYPES[dtype])
@@ -44,11 +37,11 @@ def random_numbers(rng: np.random.Generator, dtype: DType, size: int) -> np.ndar
     return values.astype(NUMPY_DTYPES[dtype])
 
 
-def address(array: np.ndarray) -> int:
+def address(array):
     return array.__array_interface__["data"][0]
 
 
-def aligned(size: int, dtype: Any, offset: int = 0) -> np.ndarray:
+def aligned(size, dtype, offset=0):
     """Return memory that begins ``offset`` elements after a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     memory = np.zeros((size + offset) * dtype.itemsize + 64, np.uint8)
@@ -58,7 +51,7 @@ def aligned(size: int, dtype: Any, offset: int = 0) -> np.ndarray:
 
 #: Strides of a stack: the order of its axes in memory, outermost first by their place (b is the batch), the step
 #: that widens each, and whether it runs backwards.
-LAYOUTS: dict[str, tuple[str, int, int, bool]] = {
+LAYOUTS = {
     "rows": ("brc", 1, 1, False),
     "rows apart": ("brc", 4, 1, False),
     "columns": ("bcr", 1, 1, False),
@@ -71,7 +64,7 @@ LAYOUTS: dict[str, tuple[str, int, int, bool]] = {
 }
 
 
-def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int = 0) -> np.ndarray:
+def lay_out(values, shape, layout, offset=0):
     """Return an array of this shape, (..., rows, cols), on flat memory, filled with ``values``."""
     order, pad, step, backwards = LAYOUTS[layout]
     places = {"b": range(len(shape) - 2), "r": [len(shape) - 2], "c": [len(shape) - 1]}
@@ -94,7 +87,7 @@ def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int
     return view
 
 
-def owner_of(view: np.ndarray) -> np.ndarray:
+def owner_of(view):
     """Return the array that owns the memory of a view.
 
     Between the two there may be objects that are no arrays: a view made by strides can claim more bytes than there are.
@@ -110,18 +103,18 @@ def owner_of(view: np.ndarray) -> np.ndarray:
 class DeviceCopies:
     """Copies of arrays in the memory of the current device, aligned to 64 bytes as in the host's."""
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, stream):
         self._stream = stream
         self._copies: dict[int, tuple[np.ndarray, int, int]] = {}
 
-    def __enter__(self) -> DeviceCopies:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for _, block, _ in self._copies.values():
             runtime.free(block)
 
-    def put(self, view: np.ndarray | None) -> int:
+    def put(self, view):
         """Copy all memory of which this is a view, and return the address of the view's first element; 0 for None."""
         if view is None:
             return 0
@@ -135,7 +128,7 @@ class DeviceCopies:
             self._copies[start] = (root, block, copy)
         return self._copies[start][2] + address(view) - start
 
-    def fetch(self) -> None:
+    def fetch(self):
         """Copy everything back."""
         for start, (root, _, copy) in self._copies.items():
             if root.nbytes:
@@ -151,12 +144,12 @@ class Guarded:
     inside: np.ndarray
 
     @classmethod
-    def of(cls, size: int, dtype: Any, offset: int = 0) -> Guarded:
+    def of(cls, size, dtype, offset=0):
         memory = aligned((size + 2 * _MARGIN) * np.dtype(dtype).itemsize, np.uint8)
         memory[:] = _CANARY
         return cls(memory, memory.view(dtype)[_MARGIN + offset : _MARGIN + offset + size])
 
-    def check(self) -> None:
+    def check(self):
         """Fail if anything but the inside was written."""
         first = address(self.inside) - address(self.memory)
         last = first + self.inside.nbytes
@@ -167,7 +160,7 @@ class Guarded:
 # -- comparing ------------------------------------------------------------------------------------
 
 
-def bits(array: np.ndarray) -> np.ndarray:
+def bits(array):
     """Return the bits of real numbers, with one NaN for all."""
     array = np.ascontiguousarray(array)
     if array.dtype.kind == "c":
@@ -179,7 +172,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return found
 
 
-def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
+def assert_same_bits(got, want):
     """Compare bit by bit, but for the kind of NaN; names the first differing element."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
@@ -193,7 +186,7 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
 # -- packing --------------------------------------------------------------------------------------
 
 
-def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
+def cast(array, dtype):
     with np.errstate(all="ignore"):
         target = NUMPY_DTYPES[dtype]
         if array.dtype == target:
@@ -203,7 +196,7 @@ def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
         return (array.astype(np.float32) if array.dtype in narrow else array).astype(target)
 
 
-def exponents_of(array: np.ndarray) -> np.ndarray:
+def exponents_of(array):
     """Return e, shape (..., rows): the largest finite magnitude times 2^e is in [2^14, 2^15)."""
     parts = _parts(array)
     magnitude = np.abs(np.where(np.isfinite(parts), parts, 0))
@@ -211,7 +204,7 @@ def exponents_of(array: np.ndarray) -> np.ndarray:
     return np.where(largest > 0, 15 - np.frexp(largest)[1], 0).astype(np.int32)
 
 
-def _parts(array: np.ndarray) -> np.ndarray:
+def _parts(array):
     """Return real and imaginary part in float64, along a new last axis."""
     if array.dtype.kind == "c":
         with np.errstate(invalid="ignore"):
@@ -221,7 +214,7 @@ def _parts(array: np.ndarray) -> np.ndarray:
     return np.stack([wide, np.zeros_like(wide)], -1)
 
 
-def round_part(x: np.ndarray, packing: Packing) -> np.ndarray:
+def round_part(x, packing):
     """Return float32 numbers rounded as the parts of a packing are."""
     with np.errstate(all="ignore"):
         if not packing.as_tf32:
@@ -230,7 +223,7 @@ def round_part(x: np.ndarray, packing: Packing) -> np.ndarray:
         return np.where(np.isfinite(x), bits.view(np.float32), x)
 
 
-def packed_parts(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+def packed_parts(array, packing):
     """Return what a packing in several parts writes, and the exponents: each part as a packing of its own."""
     exponents = exponents_of(array) if packing.scaled else np.zeros(0, np.int32)
     rest = array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
@@ -258,7 +251,7 @@ def packed_parts(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.nd
     return np.concatenate(written, axis), exponents
 
 
-def packed(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+def packed(array, packing):
     """Return what a packing writes, shape (..., padded_rows, leading_dimension), and the exponents."""
     if packing.parts > 1:
         return packed_parts(array, packing)
@@ -291,7 +284,7 @@ def packed(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]
 # -- epilogues ------------------------------------------------------------------------------------
 
 
-def _times(x: np.ndarray, by: complex) -> np.ndarray:
+def _times(x, by):
     """Multiply as the kernel does, each operation rounded to the type of ``x``."""
     if x.dtype.kind != "c":
         return x * x.dtype.type(by.real)
@@ -306,15 +299,7 @@ def _times(x: np.ndarray, by: complex) -> np.ndarray:
     return result
 
 
-def with_epilogue(
-    spec: Epilogue,
-    product: np.ndarray,
-    c: np.ndarray | None,
-    bias: np.ndarray | None,
-    exponents: np.ndarray | None,
-    alpha: complex,
-    beta: complex,
-) -> np.ndarray:
+def with_epilogue(spec, product, c, bias, exponents, alpha, beta):
     """Return ``activation(alpha * product / 2^exponents + beta * c + bias)`` in the product's type."""
     dtype = product.dtype
     x = product
@@ -344,13 +329,13 @@ def with_epilogue(
         return x.astype(NUMPY_DTYPES[spec.out.dtype])
 
 
-def _times_real(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _times_real(x, by):
     if x.dtype.kind != "c":
         return x * by
     return (x.view(np.float64).reshape(*x.shape, 2) * by[..., None]).view(np.complex128)[..., 0]
 
 
-def every_rounding() -> Iterator[np.ndarray]:
+def every_rounding():
     """Yield all upper halves of a float32, each with lower halves at and next to the ties of a rounding."""
     upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     ties = (0x1000, 0x3000, 0x5000, 0x8000)

@@ -1,10 +1,7 @@
 """The variants of the kernels: element types and options that plans use, and the source of each with its arguments."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
@@ -77,8 +74,8 @@ _POINTERS = (1 << 12, 1 << 12 | 1)
 _KERNEL = re.compile(r"__global__ void (\w+)")
 
 
-def _packings() -> Iterator[Packing]:
-    variants: list[tuple[Any, ...]] = [(variant, ()) for variant in EVERY_PACKING]
+def _packings():
+    variants = [(variant, ()) for variant in EVERY_PACKING]
     for (source, target, scaled, how), parts in [*variants, *IN_PARTS.values()]:
         lines, elements = PACKED[how]
         for strides in _STRIDES:
@@ -86,21 +83,14 @@ def _packings() -> Iterator[Packing]:
             yield Packing(stack, target, 64 * elements, 64 * lines, scaled, how, *parts)
 
 
-def _epilogue(
-    product: DType,
-    out: DType,
-    c: DType | None = None,
-    bias: DType | None = None,
-    activation: Activation | None = None,
-    scaled: bool = False,
-) -> Epilogue:
+def _epilogue(product, out, c=None, bias=None, activation=None, scaled=False):
     result, addend = (MatrixStack.of(x, 64, 64, 64, 1) if x else None for x in (out, c))
     assert result is not None
     added = OperandSpec(bias, (64,), (1,)) if bias else None
     return Epilogue(product, 64, result, addend, added, activation, scaled)
 
 
-def _epilogues() -> Iterator[Epilogue]:
+def _epilogues():
     for product, out in RESULTS:
         yield _epilogue(product, out)
     for product, addend in ADDENDS:
@@ -127,11 +117,11 @@ class Variant(NamedTuple):
     macros: dict[str, str]
     arguments: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join([self.name, *(f"{name}={value}" for name, value in self.macros.items() if value != "0")])
 
 
-def every_variant() -> list[Variant]:
+def every_variant():
     """Return all variants, recorded from launches that a compiler and a driver in software accept."""
     with recording() as compiler:
         _launch_all()
@@ -145,7 +135,7 @@ def every_variant() -> list[Variant]:
     return sorted(found, key=str)  # a sample has some of each kernel
 
 
-def _launch_all() -> None:
+def _launch_all():
     for packing in _packings():
         for pointer in _POINTERS:
             prepare_packing(packing, 0)(pointer, pointer, pointer, 1)

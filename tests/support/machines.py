@@ -1,11 +1,7 @@
 """Capabilities of CPUs and GPUs, and fixtures that restrict those of this machine."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,9 +11,9 @@ from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
 from lowprec.core import executors
-from lowprec.planning import Capabilities, KernelRow
+from lowprec.planning import Capabilities
 
-ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
+ROWS = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
 BARE = Capabilities("cpu", "a plain CPU", kernels_of("x86_64"))
 AVX2 = replace(BARE, name="a CPU with AVX2", features=frozenset({"fp32_avx2", "int8_avx2"}))
@@ -27,7 +23,7 @@ AVX512 = replace(
 AMX = replace(BARE, name="a CPU with AMX", features=AVX512.features | {"bf16_amx", "int8_amx"})
 
 
-def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *features: str | None) -> Capabilities:
+def gpu(capability=(9, 0), workspace_bytes=32 << 20, *features):
     """Return what a GPU of a compute capability can do."""
     able = frozenset(x for x in features if x)
     return Capabilities(
@@ -40,16 +36,16 @@ MACHINES = ("this machine", "NumPy alone")
 
 
 @contextmanager
-def on(machine: str) -> Iterator[None]:
+def on(machine):
     with without(cpu.capabilities(CPU).features if machine == "NumPy alone" else ()):
         yield
 
 
-def fixture(*machines: str) -> Any:
+def fixture(*machines):
     """Return a fixture that runs a test on each of these machines."""
 
     @pytest.fixture(params=machines)
-    def machine(request: pytest.FixtureRequest) -> Iterator[str]:
+    def machine(request):
         with on(request.param):
             yield request.param
 
@@ -57,7 +53,7 @@ def fixture(*machines: str) -> Any:
 
 
 @contextmanager
-def without(features: Iterable[str]) -> Iterator[None]:
+def without(features):
     """Plan on this machine without these features."""
     able = cpu.capabilities(CPU)
     lesser = replace(able, features=able.features - frozenset(features))

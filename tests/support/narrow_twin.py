@@ -5,17 +5,14 @@ float32 where the rule says so. Sources: OCP Microscaling Formats (MX) Specifica
 Floating Point Specification 1.0; NVIDIA's description of NVFP4.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 TINIEST, SMALLEST_NORMAL, LARGEST = Fraction(1, 2**149), Fraction(1, 2**126), Fraction(2**24 - 1) * 2**104
 
 
-def e4m3(code: int) -> Fraction:
+def e4m3(code):
     """The number of a code without sign: 4 bits of the exponent with bias 7, 3 of the mantissa; 0x7F is NaN."""
     exponent, mantissa = code >> 3, code & 7
     if exponent == 0:
@@ -28,7 +25,7 @@ E4M3 = [e4m3(code) for code in range(0x7F)]
 E2M1 = [Fraction(x) for x in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 
 
-def float32(x: Fraction) -> Fraction:
+def float32(x):
     """Round a fraction to the nearest float32, ties to even."""
     if x == 0:
         return x
@@ -37,13 +34,13 @@ def float32(x: Fraction) -> Fraction:
     return round(x / step) * step
 
 
-def floor_log2(x: Fraction) -> int:
+def floor_log2(x):
     """The exponent of the largest power of two that is not above ``x``."""
     guess = x.numerator.bit_length() - x.denominator.bit_length()
     return guess if Fraction(2) ** guess <= x else guess - 1
 
 
-def nearest(x: Fraction, numbers: Sequence[Fraction]) -> int:
+def nearest(x, numbers):
     """The code of the nearest number to ``x >= 0``, of two the even code; of the largest number beyond it."""
     above = bisect.bisect_left(numbers, x)
     if above == 0 or above == len(numbers):
@@ -52,13 +49,11 @@ def nearest(x: Fraction, numbers: Sequence[Fraction]) -> int:
     return above - 1 if low < high or (low == high and above % 2) else above
 
 
-def _signed(x: float, code: int, width: int) -> int:
+def _signed(x, code, width):
     return code | (1 << (width - 1) if math.copysign(1, x) < 0 else 0)
 
 
-def microscaled(
-    block: Sequence[float], numbers: Sequence[Fraction], width: int, rule: str = "floor"
-) -> tuple[int, list[int]]:
+def microscaled(block, numbers, width, rule="floor"):
     """The E8M0 code and the elements' codes of a block, as the Microscaling specification converts, or rounded up."""
     if not all(map(math.isfinite, block)):
         return 255, [0] * len(block)
@@ -72,13 +67,13 @@ def microscaled(
     return exponent + 127, [_signed(x, code, width) for x, code in zip(block, codes, strict=True)]
 
 
-def array_scale(x: Sequence[float], largest: int) -> Fraction:
+def array_scale(x, largest):
     """The float32 scale of an array whose largest magnitude becomes ``largest``."""
     peak = max((Fraction(abs(v)) for v in x if math.isfinite(v)), default=Fraction(0))
     return max(float32(peak / largest), SMALLEST_NORMAL) if peak else Fraction(1)
 
 
-def nvfp4(block: Sequence[float], scale: Fraction) -> tuple[int, list[int]]:
+def nvfp4(block, scale):
     """The E4M3 code of the scale and the elements' codes of a block."""
     if not all(map(math.isfinite, block)):
         return 0x7F, [0] * len(block)
@@ -90,13 +85,13 @@ def nvfp4(block: Sequence[float], scale: Fraction) -> tuple[int, list[int]]:
     return code, [_signed(x, nearest(float32(abs(Fraction(x)) / divisor), E2M1), 4) for x in block]
 
 
-def fp8(x: float, scale: Fraction) -> int:
+def fp8(x, scale):
     """The E4M3 code of a number."""
     code = nearest(float32(abs(Fraction(x)) / scale), E4M3) if math.isfinite(x) else 0x7F
     return _signed(x, code, 8)
 
 
-def quantized(x: Sequence[float], name: str, rule: str = "floor") -> tuple[list[int], list[int] | None, Fraction]:
+def quantized(x, name, rule="floor"):
     """The codes, one by one, the scales' codes and the scale of float32 numbers along one axis."""
     if name == "fp8":
         scale = array_scale(x, 448)
@@ -113,7 +108,7 @@ def quantized(x: Sequence[float], name: str, rule: str = "floor") -> tuple[list[
     return [code for _, codes in found for code in codes], [code for code, _ in found], scale
 
 
-def value(code: int, width: int) -> Fraction | None:
+def value(code, width):
     """The number of a code with its sign; None if it is NaN."""
     magnitude = code & ((1 << (width - 1)) - 1)
     numbers = E4M3 if width == 8 else E2M1
@@ -122,7 +117,7 @@ def value(code: int, width: int) -> Fraction | None:
     return -numbers[magnitude] if code >> (width - 1) else numbers[magnitude]
 
 
-def dequantized(code: int, block: int | None, name: str, scale: Fraction) -> float:
+def dequantized(code, block, name, scale):
     """The float32 value of a code: every product is rounded to float32."""
     number = value(code, 4 if name.endswith("4") else 8)
     if number is None or block == (0x7F if name == "nvfp4" else 255):

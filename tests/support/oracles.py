@@ -14,8 +14,6 @@ SIAM 2002 (ASNA):
   little less.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ except ModuleNotFoundError:  # as where only a GPU's tests are run
 else:
     _OPENBLAS = ThreadpoolController().select(internal_api="openblas")
 
-    def _one_thread() -> Any:
+    def _one_thread():
         return _OPENBLAS.limit(limits=1)
 
 
@@ -63,7 +61,7 @@ ROUNDING_MODES = ("tf32", "bf16", "fp16")
 # -- rounding -------------------------------------------------------------------------------------
 
 
-def _to_tf32(x: np.ndarray) -> np.ndarray:
+def _to_tf32(x):
     """Round float32 to 11 significant bits, ties away from zero, by float64 arithmetic without any bit trick."""
     with np.errstate(invalid="ignore"):
         wide = np.abs(x.astype(np.float64))
@@ -76,7 +74,7 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), signed, x)
 
 
-def _via(dtype: Any, x: np.ndarray) -> np.ndarray:
+def _via(dtype, x):
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype).astype(np.float32)
 
@@ -84,7 +82,7 @@ def _via(dtype: Any, x: np.ndarray) -> np.ndarray:
 _ROUNDINGS = {"tf32": _to_tf32, "bf16": lambda x: _via(bfloat16, x), "fp16": lambda x: _via(np.float16, x)}
 
 
-def round_to(x: Any, mode: str, axis: int | None = None) -> np.ndarray:
+def round_to(x, mode, axis=None):
     """Return the operand as the mode sees it; only float32 and complex64 change, the latter part by part.
 
     With an ``axis``, ``fp16`` scales the lines along it: -1 for rows of ``a``, -2 for columns of ``b``.
@@ -103,7 +101,7 @@ def round_to(x: Any, mode: str, axis: int | None = None) -> np.ndarray:
     return rounding(x)
 
 
-def _largest(x: np.ndarray, axis: int) -> np.ndarray:
+def _largest(x, axis):
     """Return the largest finite magnitude along an axis, of either component."""
     with np.errstate(invalid="ignore"):
         parts = np.abs(np.stack([x.real, x.imag]).astype(np.float64))
@@ -111,12 +109,12 @@ def _largest(x: np.ndarray, axis: int) -> np.ndarray:
     return np.asarray(sizes.max(0).max(axis, keepdims=True, initial=0.0))
 
 
-def _scaled_to_float16(x: np.ndarray, axis: int) -> np.ndarray:
+def _scaled_to_float16(x, axis):
     """Scale so that the largest magnitude is in [2^14, 2^15), round to float16, and scale back, in float64."""
     largest = _largest(x, axis)
     exponent = np.where(largest > 0, 15 - np.frexp(largest)[1], 0)
 
-    def rounded(part: np.ndarray) -> np.ndarray:
+    def rounded(part):
         scaled = np.ldexp(part.astype(np.float64), exponent).astype(np.float16)
         return np.ldexp(scaled.astype(np.float64), -exponent)
 
@@ -128,7 +126,7 @@ def _scaled_to_float16(x: np.ndarray, axis: int) -> np.ndarray:
     return out
 
 
-def round_both(a: Any, b: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
+def round_both(a, b, mode):
     """Return the operands of a product as the mode sees them; in float64, whose range they need, where it scales."""
     pair = [(np.asarray(a), -1), (np.asarray(b), -min(2, np.ndim(b)))]
     x, y = (
@@ -143,7 +141,7 @@ def round_both(a: Any, b: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
 # -- products -------------------------------------------------------------------------------------
 
 
-def widen(x: Any) -> np.ndarray:
+def widen(x):
     """Return the array in float64 or complex128, with its values as they are."""
     x = np.asarray(x)
     # A signalling NaN announces itself when it is converted.
@@ -151,31 +149,31 @@ def widen(x: Any) -> np.ndarray:
         return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
-def _times(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _times(a, b):
     """Multiply by one thread: where other work has the CPUs, OpenBLAS's threads mostly wait for each other."""
     with _one_thread():
         return np.asarray(np.matmul(a, b))
 
 
-def product(a: Any, b: Any) -> np.ndarray:
+def product(a, b):
     """Return ``a @ b`` in float64 or complex128, Inf and NaN as IEEE 754 has them."""
     with np.errstate(all="ignore"):
         return _times(widen(a), widen(b))
 
 
-def _fractions(x: Any) -> np.ndarray:
+def _fractions(x):
     x = np.asarray(x)
     out = np.empty(x.shape, object)
     out.reshape(-1)[:] = [Fraction(float(v)) for v in x.reshape(-1)]
     return out
 
 
-def exact_product(a: Any, b: Any) -> np.ndarray:
+def exact_product(a, b):
     """Return the product of real arrays in rational arithmetic, rounded once to float64. For small arrays."""
     return np.asarray(np.matmul(_fractions(a), _fractions(b)), dtype=np.float64)
 
 
-def magnitude(x: Any) -> np.ndarray:
+def magnitude(x):
     """Return what bounds every product of parts: ``|x|``, or ``|Re x| + |Im x|``."""
     x = widen(x)
     return np.abs(x.real) + np.abs(x.imag) if x.dtype.kind == "c" else np.abs(x)
@@ -210,7 +208,7 @@ class Arithmetic:
     unseen: float = 0.0
 
     @property
-    def stretch(self) -> float:
+    def stretch(self):
         return 1.0 if self.parts == 1 else (1 + 2.0**-7) ** 2
 
 
@@ -233,7 +231,7 @@ _OF_STORAGE = {
 _OF_MODE = {"tf32": _TF32, "bf16": _BFLOAT16, "fp16": _FLOAT16}
 
 
-def arithmetic(a: Any, b: Any, mode: str) -> Arithmetic:
+def arithmetic(a, b, mode):
     """Return how a product is summed: as its storage has it, or as the mode has it for single precision."""
     found = {_OF_STORAGE[np.asarray(x).dtype.name] for x in (a, b)}
     if _DOUBLE in found:
@@ -243,13 +241,13 @@ def arithmetic(a: Any, b: Any, mode: str) -> Arithmetic:
     return found.pop()
 
 
-def gamma(k: int, u: float) -> float:
+def gamma(k, u):
     """Return ``gamma_k`` (ASNA lemma 3.1)."""
     assert k * u < 1
     return k * u / (1 - k * u)
 
 
-def accumulation_bound(a: Any, b: Any, mode: str, how: Arithmetic | None = None) -> np.ndarray:
+def accumulation_bound(a, b, mode, how=None):
     """Return the bound on the error of multiplying and summing operands that have been rounded already.
 
     A complex product is two real ones per part. Where the operands are float64, the float64 product
@@ -267,21 +265,21 @@ def accumulation_bound(a: Any, b: Any, mode: str, how: Arithmetic | None = None)
         return bound * (2.0 if how is _DOUBLE else 1.0)
 
 
-def _absolute(a: Any, b: Any, loss_a: Any, loss_b: Any) -> np.ndarray:
+def _absolute(a, b, loss_a, loss_b):
     """Return what absolute errors of the elements do: ``|A| t_b + t_a |B| + t_a t_b``, summed along k."""
     size_a, size_b = magnitude(a), magnitude(b)
     lost_a, lost_b = size_a * 0 + loss_a, size_b * 0 + loss_b
     return _times(size_a, lost_b) + _times(lost_a, size_b) + _times(lost_a, lost_b)
 
 
-def storage_bound(value: Any, dtype: str) -> np.ndarray:
+def storage_bound(value, dtype):
     """Return the bound on the error of rounding a value of about this size to what the result is stored in."""
     u, tiny = STORAGE[dtype]
     with np.errstate(all="ignore"):
         return u * np.abs(value) + tiny
 
 
-def mode_bound(a: Any, b: Any, mode: str) -> np.ndarray:
+def mode_bound(a, b, mode):
     """Return the bound that needs no look at the bits of the operands.
 
     With ``A' = A (1 + d)``, ``|d| <= u``, and the same for ``B``: ``|A'B' - AB| <= (2u + u^2)
@@ -298,7 +296,7 @@ def mode_bound(a: Any, b: Any, mode: str) -> np.ndarray:
         return relative + 1.01 * _absolute(a, b, *lost) + 1.01 * accumulation_bound(a, b, mode)
 
 
-def rounding_floor(a: Any, b: Any, mode: str) -> float:
+def rounding_floor(a, b, mode):
     """Return the Frobenius norm of the error that rounding the operands causes, whatever multiplies them."""
     return float(np.linalg.norm(product(*round_both(a, b, mode)) - product(a, b)))
 
@@ -306,7 +304,7 @@ def rounding_floor(a: Any, b: Any, mode: str) -> float:
 # -- assertions -----------------------------------------------------------------------------------
 
 
-def assert_close(result: Any, want: Any, allowed: Any) -> None:
+def assert_close(result, want, allowed):
     """Compare element by element under an absolute bound each; where ``want`` is not finite, it must be met exactly.
 
     An Inf must have its sign; a NaN must be one. Names the first differing element.
@@ -326,14 +324,14 @@ def assert_close(result: Any, want: Any, allowed: Any) -> None:
         )
 
 
-def assert_equal(result: Any, want: Any) -> None:
+def assert_equal(result, want):
     """Compare without tolerance, apart from the sign of zero; names the first differing element."""
     result, want = np.asarray(result), np.asarray(want)
     assert result.dtype == want.dtype, f"dtype {result.dtype}, expected {want.dtype}"
     assert_close(result, widen(want), 0.0)
 
 
-def assert_within_bound(result: Any, a: Any, b: Any, mode: str = "fp32") -> None:
+def assert_within_bound(result, a, b, mode="fp32"):
     """Compare a product with the one of the rounded operands, under the bound of accumulating and storing.
 
     This is sharper than the mode's bound: a rounding of the wrong kind fails it where the operands
@@ -342,7 +340,7 @@ def assert_within_bound(result: Any, a: Any, b: Any, mode: str = "fp32") -> None
     assert_expression(result, a, b, mode)
 
 
-def assert_honest(result: Any, a: Any, b: Any, mode: str) -> None:
+def assert_honest(result, a, b, mode):
     """Compare with the true product under the mode's bound, and find the error that the mode must leave."""
     exact = product(a, b)
     assert_close(result, exact, mode_bound(a, b, mode) + storage_bound(exact, np.asarray(result).dtype.name))
@@ -370,7 +368,7 @@ class Epilogue:
     activation: str | None = None
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
+def gelu(x):
     """Return GELU in its tanh form, in float64 (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
     return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -378,7 +376,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 _NOTHING = Epilogue()
 
 
-def assert_expression(result: Any, a: Any, b: Any, mode: str = "fp32", then: Epilogue = _NOTHING) -> None:
+def assert_expression(result, a, b, mode="fp32", then=_NOTHING):
     """Compare the whole of what one call computes with float64.
 
     The sum ``S = alpha P + beta C + bias`` adds at most six roundings to those of ``P``: the two
@@ -415,7 +413,7 @@ def assert_expression(result: Any, a: Any, b: Any, mode: str = "fp32", then: Epi
 # -- operands -------------------------------------------------------------------------------------
 
 
-def every_exponent(rng: np.random.Generator, per_exponent: int = 64) -> np.ndarray:
+def every_exponent(rng, per_exponent=64):
     """Return finite float32 numbers of both signs with every exponent, ties and near-ties of all the formats."""
     exponent = np.repeat(np.arange(255, dtype=np.uint32), per_exponent)
     mantissa = rng.integers(0, 1 << 23, exponent.size, dtype=np.uint32)
@@ -430,7 +428,7 @@ def every_exponent(rng: np.random.Generator, per_exponent: int = 64) -> np.ndarr
     return (sign | exponent << np.uint32(23) | mantissa).view(np.float32)
 
 
-def around(values: list[float], steps: int = 40) -> np.ndarray:
+def around(values, steps=40):
     """Return the float32 numbers next to each value, ``steps`` on either side, with both signs."""
     found = []
     for value in values:
@@ -447,7 +445,7 @@ def around(values: list[float], steps: int = 40) -> np.ndarray:
 _MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 
 
-def nans(dtype: Any) -> np.ndarray:
+def nans(dtype):
     """Return NaN of every class of a dtype: quiet and signalling, few and all bits of the payload, both signs."""
     dtype = np.dtype(dtype)
     width = _MANTISSA_BITS[dtype.name]
@@ -462,7 +460,7 @@ def nans(dtype: Any) -> np.ndarray:
     return found
 
 
-def random_matrix(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def random_matrix(rng, shape, dtype):
     """Return normal numbers of a floating-point dtype, or any of an integer one; names of ml_dtypes are known."""
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
     if dtype.kind == "i":
@@ -471,7 +469,7 @@ def random_matrix(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) 
     return (x + 1j * rng.standard_normal(shape) if dtype.kind == "c" else x).astype(dtype)
 
 
-def _within(x: np.ndarray, *step: slice) -> np.ndarray:
+def _within(x, *step):
     """Return the values of ``x`` as a view of a larger array, read with these slices."""
     base = np.zeros([n * (s.step or 1) + 1 for n, s in zip(x.shape, step, strict=True)], x.dtype)
     view = base[step][: x.shape[0], : x.shape[1]]
@@ -479,12 +477,12 @@ def _within(x: np.ndarray, *step: slice) -> np.ndarray:
     return view
 
 
-def _twice(view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _twice(view):
     return view, view
 
 
 #: Kinds of strides: from a matrix to an array that may be written and the view of it that is read.
-STRIDES: dict[str, Any] = {
+STRIDES = {
     "C": lambda x: _twice(x.copy()),
     "F": lambda x: _twice(np.asfortranarray(x)),
     "transposed": lambda x: _twice(np.ascontiguousarray(x.T).T),

@@ -1,16 +1,13 @@
 """Programs in processes of their own, under plain python or ``lowprec run``; and functions in several threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -44,7 +41,7 @@ class Seen(NamedTuple):
     err: str
 
 
-def write(text: str, name: str = "script.py") -> str:
+def write(text, name="script.py"):
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dedent(text).lstrip("\n"))
@@ -52,9 +49,9 @@ def write(text: str, name: str = "script.py") -> str:
 
 
 def start(
-    *words: str, under: Sequence[str] | None = None, options: Sequence[str] = (), stdin: str = "",
-    variables: Mapping[str, str] | None = None,
-) -> Seen:  # fmt: skip
+    *words, under = None, options = (), stdin = "",
+    variables = None,
+):  # fmt: skip
     """Run a program under plain python, or under ``lowprec run`` with these options."""
     if under is not None and not options and hasattr(os, "fork"):
         done = in_child("run", *under, *words, stdin=stdin.encode(), variables=variables)
@@ -67,9 +64,7 @@ def start(
     return Seen(done.returncode, done.stdout, done.stderr)
 
 
-def run_python(
-    code: str, *arguments: str, warn: str = "ignore::DeprecationWarning", timeout: int = 240, **variables: str
-) -> str:
+def run_python(code, *arguments, warn="ignore::DeprecationWarning", timeout=240, **variables):
     """Run a program that must end without an error; return its output. A hang is a failure."""
     done = subprocess.run(
         [sys.executable, "-W", warn, "-c", dedent(code), *arguments],
@@ -79,11 +74,11 @@ def run_python(
     return done.stdout.strip() + done.stderr.strip()
 
 
-def in_threads(count: int, function: Callable[[int], Any]) -> list[Any]:
+def in_threads(count, function):
     """Call a function with 0, 1, 2, ..., each in a thread, started together and switched often; return the results."""
     start, interval = threading.Barrier(count), sys.getswitchinterval()
 
-    def call(number: int) -> Any:
+    def call(number):
         start.wait()
         return function(number)
 
@@ -95,13 +90,13 @@ def in_threads(count: int, function: Callable[[int], Any]) -> list[Any]:
         sys.setswitchinterval(interval)
 
 
-def without_note(seen: Seen) -> Seen:
+def without_note(seen):
     """Remove the line about a mode that affected no product."""
     lines = seen.err.splitlines(keepends=True)
     return seen._replace(err="".join(line for line in lines if "no product was affected" not in line))
 
 
-def same(*words: str, under: Sequence[str] = TF32, **how: Any) -> Seen:
+def same(*words, under=TF32, **how):
     """Assert that a program looks the same under lowprec, and return how it looks."""
     plain, launched = start(*words, **how), start(*words, under=under, **how)
     assert without_note(launched) == plain

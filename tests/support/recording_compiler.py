@@ -1,9 +1,6 @@
 """A replacement of cuda.core whose code is the text of the source, and which records compilations and launches."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_int64
 from types import SimpleNamespace
@@ -24,7 +21,7 @@ class RecordingCompiler:
     __name__ = "replacement of cuda.core"
     __version__ = "1"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.compiled: list[tuple[str, dict[str, Any]]] = []
         self.loaded: list[bytes] = []
         #: Stream, grid and block, name of the kernel, and arguments, each as 8 bytes.
@@ -39,10 +36,10 @@ class RecordingCompiler:
         self.driver = SimpleNamespace(CUfunction=self._kernel, cuLaunchKernel=self._launch)
         self._kernels: list[Loaded] = []
 
-    def Program(self, source: str, kind: str, options: dict[str, Any]) -> Any:
+    def Program(self, source, kind, options):
         assert kind == "c++"
 
-        def compile_to(target: str) -> Any:
+        def compile_to(target):
             assert target == "cubin"
             if self.error:
                 raise RuntimeError(self.error)
@@ -51,20 +48,20 @@ class RecordingCompiler:
 
         return SimpleNamespace(compile=compile_to)
 
-    def _from_cubin(self, code: bytes) -> Any:
+    def _from_cubin(self, code):
         if code in self.refuses:
             raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
         self.loaded.append(code)
         return SimpleNamespace(get_kernel=lambda name: self._named(name, code))
 
-    def _named(self, name: str, code: bytes) -> Loaded:
+    def _named(self, name, code):
         self._kernels.append(Loaded(name, code, len(self._kernels)))
         return self._kernels[-1]
 
-    def _kernel(self, handle: int) -> Loaded:
+    def _kernel(self, handle):
         return self._kernels[handle]
 
-    def _launch(self, kernel: Loaded, *rest: int) -> tuple[int]:
+    def _launch(self, kernel, *rest):
         *extents, _, stream, parameters, _ = rest
         addresses = itertools.takewhile(bool, (c_int64 * 99).from_address(parameters))
         arguments = [c_int64.from_address(x).value for x in addresses]
@@ -74,13 +71,13 @@ class RecordingCompiler:
         return (0,)
 
 
-def runtime(capability: tuple[int, int] = (9, 0)) -> Runtime:
+def runtime(capability=(9, 0)):
     """Return CUDA's runtime on a machine with one device."""
     return Runtime(Recorder(), [DeviceModel(capability=capability)], "lazy")
 
 
 @contextmanager
-def recording() -> Iterator[RecordingCompiler]:
+def recording():
     """Replace the backend's libraries by a compiler that records, and a runtime."""
     found = RecordingCompiler()
     before = libraries.use(libraries.Libraries(None, None, runtime(), found, found.driver, None))

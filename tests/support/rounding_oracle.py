@@ -1,24 +1,20 @@
 """Rounding to a format: one number at a time and exact, and as products by NumPy round their operands."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from lowprec.backends.cpu import numpy_products
-from lowprec.formats import NumberFormat
 
 
-def round_to_format(x: Any, to: NumberFormat) -> Any:
+def round_to_format(x, to):
     """Return numbers as float32, rounded as the operands of products by NumPy."""
     with np.errstate(all="ignore"):
         return numpy_products.rounded(np.atleast_2d(x), np.dtype(np.float32), to).reshape(np.shape(x))
 
 
-def round_scalar(value: float, to: NumberFormat, *, ties_away: bool = False) -> float:
+def round_scalar(value, to, *, ties_away=False):
     """Round one number to the nearest of a format, ties to even or away from zero."""
     if math.isnan(value) or math.isinf(value) or value == 0.0:
         return value

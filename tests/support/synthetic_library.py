@@ -1,10 +1,7 @@
 """A library with two switches, and its controller."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from lowprec.modes import MathMode
 from lowprec.policy.protocol import Tier
@@ -13,7 +10,7 @@ from lowprec.policy.protocol import Tier
 class Library:
     """It counts what is asked of it, and sets its switches one after the other."""
 
-    def __init__(self, name: str, tier: Tier = Tier.PROCESS) -> None:
+    def __init__(self, name, tier=Tier.PROCESS):
         self.name = name
         self.module = f"made_up_{name}"
         self.tier = tier
@@ -27,29 +24,29 @@ class Library:
         self.during: dict[str, Callable[[], None]] = {}
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self):
         if self.tier is Tier.PROCESS:
             return self._process
         if not hasattr(self._threads, "values"):
             self._threads.values = dict(self._process)
         return self._threads.values
 
-    def _call(self, what: str) -> None:
+    def _call(self, what):
         self.calls.append(what)
         if what in self.fails:
             raise self.fails[what]
 
-    def _run(self, method: str) -> None:
+    def _run(self, method):
         if method in self.during:
             self.during[method]()
 
-    def save(self) -> dict[str, Any]:
+    def save(self):
         self._call("save")
         values = dict(self.values)
         self._run("save")
         return values
 
-    def set_mode(self, mode: MathMode) -> dict[str, Any]:
+    def set_mode(self, mode):
         self._call("set_mode")
         for name in self.values:
             self.values[name] = mode.value
@@ -57,7 +54,7 @@ class Library:
         self._call("have set_mode")
         return dict(self.values)
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved):
         self._call("restore")
         for name in self.values:
             self.values[name] = saved[name]
@@ -66,21 +63,21 @@ class Library:
     describe = save
 
     @property
-    def is_full(self) -> bool:
+    def is_full(self):
         return set(self.values.values()) == {"fp32"}
 
     @property
-    def is_as_before(self) -> bool:
+    def is_as_before(self):
         return self.values == {"products": "low", "convolutions": "lower"}
 
 
 class WithDefault(Library):
     """One whose switches belong to the thread, with a default for all threads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(name, Tier.THREAD)
 
-    def set_default(self, mode: MathMode) -> dict[str, Any]:
+    def set_default(self, mode):
         self._call("set_mode")
         self._process = dict.fromkeys(self._process, mode.value)
         self._threads = threading.local()

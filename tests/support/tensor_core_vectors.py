@@ -1,7 +1,5 @@
 """Dot products read off real tensor cores: a sample that is always there, and more of them where they are at hand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +31,7 @@ class Vectors(NamedTuple):
     d: np.ndarray
 
 
-def sample(gpu: str, fmt: str) -> Vectors:
+def sample(gpu, fmt):
     """Return the committed vectors of a GPU and a format."""
     wanted = f"{gpu} {fmt}"
     rows = [line.split(" | ") for line in _SAMPLE.read_text().splitlines()]
@@ -45,13 +43,13 @@ def sample(gpu: str, fmt: str) -> Vectors:
     return Vectors(a, b, c[:, 0], d[:, 0])
 
 
-def _folders() -> list[Path]:
+def _folders():
     named = os.environ.get("LOWPREC_TEST_VECTORS")
     checkout = Path(__file__).resolve().parents[2]
     return [Path(named)] if named else [checkout.parent / "shared" / "hardware-vectors"]
 
 
-def full(gpu: str, fmt: str) -> Vectors | None:
+def full(gpu, fmt):
     """Return all vectors of a GPU and a format; None where they are not at hand."""
     for folder in _folders():
         if (folder / _NAME).is_file():

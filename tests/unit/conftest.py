@@ -1,9 +1,6 @@
 """Fixtures of several modules of this folder."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -15,10 +12,10 @@ from support.synthetic_library import Library
 
 
 @pytest.fixture
-def clean_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_policy(monkeypatch):
     """No variable is set before the test, and neither its variables nor its process default are left after it."""
 
-    def clear() -> None:
+    def clear():
         for variable in environment.VARIABLES:
             monkeypatch.delenv(variable.name, raising=False)
         environment.refresh()  # JAX's listener resolves a mode
@@ -32,14 +29,12 @@ def clean_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Register:
     """Registers and loads libraries; all libraries registered before are unknown to the test."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         monkeypatch.setattr(controllers, "_by_name", {})
         self._monkeypatch = monkeypatch
         self.made: list[Library] = []
 
-    def __call__(
-        self, name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True, made: Library | None = None
-    ) -> Library:
+    def __call__(self, name="one", *, tier=Tier.PROCESS, loaded=True, made=None):
         library = made or Library(name, tier)
         controllers.register_controller(library)
         if loaded:
@@ -47,12 +42,12 @@ class Register:
         self.made.append(library)
         return library
 
-    def load(self, library: Library) -> None:
+    def load(self, library):
         self._monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+def register(monkeypatch):
     """Make libraries; no block is open in this context after the test."""
     before = entries.current.get()
     yield Register(monkeypatch)
@@ -61,12 +56,12 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
 
 
 @pytest.fixture(params=list(Tier), ids=str)
-def library(request: pytest.FixtureRequest, register: Register) -> Library:
+def library(request, register):
     """One with switches of the process, or of the thread."""
     return register(tier=request.param)
 
 
 @pytest.fixture
-def load() -> Iterator[benchmark_modules.Load]:
+def load():
     with benchmark_modules.imports() as load:
         yield load

@@ -1,12 +1,9 @@
 """Rules about the source itself that the linters cannot express."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # -- checkers -------------------------------------------------------------------------------------
 
 
-def function_lengths(source: str) -> Iterator[tuple[str, int]]:
+def function_lengths(source):
     """Yield the name and the lines of each function, its docstring not counted."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, Function):
@@ -44,7 +41,7 @@ def function_lengths(source: str) -> Iterator[tuple[str, int]]:
         yield node.name, lines
 
 
-def machine_paths(source: str) -> Iterator[str]:
+def machine_paths(source):
     """Yield absolute paths in strings and comments, other than those every Linux machine has."""
     path = re.compile(r"(?<![\w/.:<\]})*])(?:[A-Z]:\\|/)(?!proc/|sys/|dev/|etc/)[A-Za-z_][\w.-]*/[\w.-]+")
     wanted = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
@@ -56,12 +53,12 @@ def machine_paths(source: str) -> Iterator[str]:
 # -- the package ----------------------------------------------------------------------------------
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_source_follows_the_house_rules(path: Path) -> None:
+def test_source_follows_the_house_rules(path):
     source = path.read_text(encoding="utf-8")
     lines = source.count("\n")
     assert lines <= MAX_FILE_LINES, f"{lines} lines: a file that outgrows {MAX_FILE_LINES} is two ideas"
@@ -73,19 +70,19 @@ def test_source_follows_the_house_rules(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in SOURCES if _name(path).partition("/")[0].removesuffix(".py") in ABOVE], ids=_name
 )
-def test_no_string_names_a_backend_above_the_core(path: Path) -> None:
+def test_no_string_names_a_backend_above_the_core(path):
     """As import-linter sees no import by name."""
     assert not re.search(r"""["']lowprec\.backends""", path.read_text(encoding="utf-8"))
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     loaded = set(run_python("import lowprec, sys; print(*{name.partition('.')[0] for name in sys.modules})").split())
     assert "lowprec" in loaded
     assert not loaded.intersection(HEAVY)
 
 
 @posix
-def test_threads_import_modules_in_one_order() -> None:
+def test_threads_import_modules_in_one_order():
     """A module waits for its package, so no package that imports it may wait for it meanwhile."""
     code = """
         import ast, os, sys
@@ -124,7 +121,7 @@ def test_threads_import_modules_in_one_order() -> None:
     assert run_python(code, warn="ignore") == ""
 
 
-def test_version_comes_from_one_place() -> None:
+def test_version_comes_from_one_place():
     assert lowprec.__version__ == _version.__version__
     citation = (Path(__file__).parents[2] / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {lowprec.__version__}\n" in citation

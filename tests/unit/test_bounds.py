@@ -3,8 +3,6 @@
 Experiments show that a bound holds; most terms are too small next to others for an experiment to miss them.
 """
 
-from __future__ import annotations
-
 from math import prod, sqrt
 
 import numpy as np
@@ -24,15 +22,15 @@ HOPPER = (9, 0)
 HALF_STEP, NORMAL = 2.0**-150, 2.0**-126
 
 
-def gamma(count: float) -> float:
+def gamma(count):
     return count * 2.0**-24 / (1 - count * 2.0**-24)
 
 
-def joint(*errors: float) -> float:
+def joint(*errors):
     return prod(1 + x for x in errors) - 1
 
 
-def check(bound: ErrorBound, relative: float, operand_loss: float, result_loss: float, components: int = 1) -> None:
+def check(bound, relative, operand_loss, result_loss, components=1):
     """Compare with losses that are carried through the roundings that follow, and count in each component."""
     carried = (1 + relative) * components
     expected = (relative, carried * operand_loss, carried * result_loss)
@@ -43,25 +41,25 @@ def check(bound: ErrorBound, relative: float, operand_loss: float, result_loss: 
 # -- one product ----------------------------------------------------------------------------------
 
 
-def test_complex_numbers() -> None:
+def test_complex_numbers():
     # 2 k products in each component; sqrt(2) on their gamma, and 2 on what underflows.
     bound = error_bound(MathMode.BF16, C64, C64, 3, ROWS["numpy"])
     check(bound, joint(sqrt(2) * gamma(6), 2.0**-8, 2.0**-8), 2.0**-134, 6 * HALF_STEP, 2)
 
 
-def test_narrow_results() -> None:
+def test_narrow_results():
     bound = error_bound(MathMode.FP32, F32, F16, 8, ROWS["numpy"])
     check(bound, joint(gamma(8), 2.0**-11), 0, 8 * HALF_STEP + 2.0**-25)
 
 
-def test_pairs_of_parts_on_tile_units() -> None:
+def test_pairs_of_parts_on_tile_units():
     # 17 roundings and one for each 32 of k; 3 additions of 4 sums. 4 k products may be flushed, and each operand.
     bound = error_bound(MathMode.TF32, F32, F32, 64, ROWS["bf16_amx_pair"])
     relative = joint(gamma(17 + 2 + 3), 2.0**-11, 2.0**-11)
     check(bound, relative, NORMAL, 4 * 64 * NORMAL)
 
 
-def test_scaled_rows() -> None:
+def test_scaled_rows():
     # Below the normal range 2^-39 of a row's largest number is lost, sqrt(k) times; scaling back may meet a subnormal.
     k = 2**20
     lost = 2.0**-11 + 2.0**-39 * 2**10
@@ -73,7 +71,7 @@ def test_scaled_rows() -> None:
 # On Hopper a group of 16 products (8 of TF32) costs (16 + 1) / 2 + 2 units (9 / 2 + 2).
 
 
-def test_scaled_rows_on_tensor_cores() -> None:
+def test_scaled_rows_on_tensor_cores():
     # What is aligned early: 2^-27 sqrt(k) of the norms.
     k = 1024
     lost, cut = 2.0**-11 + 2.0**-39 * 32, gamma(64 * 10.5)
@@ -81,21 +79,21 @@ def test_scaled_rows_on_tensor_cores() -> None:
     check(bound, joint(cut, lost, lost, cut * 2.0**-27 * 32), 0, 2 * HALF_STEP)
 
 
-def test_bfloat16_on_tensor_cores() -> None:
+def test_bfloat16_on_tensor_cores():
     # Half a bfloat16 step near zero, and nu of each operand; of each product the spacing of a cut result.
     cut = gamma(11)
     bound = error_bound(MathMode.BF16, F32, F32, 16, ROWS["cublaslt"], capability=HOPPER)
     check(bound, joint(cut, 2.0**-8, 2.0**-8), 2.0**-134 + cut * NORMAL, 16 * 2.0**-148)
 
 
-def test_float16_data_on_tensor_cores() -> None:
+def test_float16_data_on_tensor_cores():
     # nu is 2^-14, and products never underflow: all that is lost is aligned early.
     cut = gamma(21)
     bound = error_bound(MathMode.FP32, F16, F32, 32, ROWS["cublaslt"], capability=HOPPER)
     check(bound, cut, cut * 2.0**-14, cut * 32 * 2.0**-28)
 
 
-def test_tf32_data_is_cut_where_it_is_not_split() -> None:
+def test_tf32_data_is_cut_where_it_is_not_split():
     # Truncation, the worst case, loses 2^-10, and near zero twice as much as rounding.
     cut = gamma(7)
     bound = error_bound(MathMode.TF32, F32, F32, 8, ROWS["cublaslt"], capability=HOPPER)
@@ -112,7 +110,7 @@ def test_tf32_data_is_cut_where_it_is_not_split() -> None:
 # -- products of parts ----------------------------------------------------------------------------
 
 
-def test_two_parts() -> None:
+def test_two_parts():
     # The sums of the small products are added twice, that of the large one once; what is not formed is low times low.
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
@@ -122,7 +120,7 @@ def test_two_parts() -> None:
     check(bound, relative, 2 * 2.0**-134, (3 * 5 + 2) * HALF_STEP)
 
 
-def test_three_parts() -> None:
+def test_three_parts():
     # They hold a float32, and nothing is left.
     w = (1 + 2.0**-8, 2.0**-8, 2.0**-17)
     dropped = 2 * w[1] * w[2] + w[2] ** 2
@@ -135,7 +133,7 @@ def test_three_parts() -> None:
     check(bound, relative, 2 * 2.0**-134, (6 * 9 + 5) * HALF_STEP)
 
 
-def test_scaled_parts() -> None:
+def test_scaled_parts():
     k = 64
     lost = 2.0**-39 * 8  # and of the rest 2^-11 of it
     high, low, rest = 1 + 2.0**-11 + lost, 2.0**-11 + lost, 2.0**-23 + lost * 2.0**-11
@@ -145,7 +143,7 @@ def test_scaled_parts() -> None:
     check(bound, relative, 0, 2 * HALF_STEP)
 
 
-def test_the_sum_of_the_parts() -> None:
+def test_the_sum_of_the_parts():
     # Karatsuba: 2^-11 (h + l) (h + l) with the sums rounded; two of the factors are no powers of two.
     k, u = 64, 2.0**-11
     lost = 2.0**-39 * 8
@@ -163,20 +161,20 @@ def test_the_sum_of_the_parts() -> None:
 
 
 @pytest.mark.parametrize(("k", "length", "chunks"), [(768, 768, 1), (769, 448, 2), (2000, 704, 3)])
-def test_chunks_on_fp32_units(k: int, length: int, chunks: int) -> None:
+def test_chunks_on_fp32_units(k, length, chunks):
     # Of each chunk the sum is added, after the first.
     bound = error_bound(MathMode.FP32, F32, F32, k, ROWS["fp32_avx512"])
     check(bound, gamma(length + chunks - 1), 0, (k + chunks - 1) * HALF_STEP)
 
 
-def test_complex_numbers_on_fp32_units() -> None:
+def test_complex_numbers_on_fp32_units():
     # Two sums of each chunk are added: of products of real parts, and of imaginary ones.
     bound = error_bound(MathMode.FP32, C64, C64, 2000, ROWS["fp32_avx2"])
     check(bound, sqrt(2) * gamma(704 + 2 * 3 - 1), 0, 2 * (2000 + 2) * HALF_STEP, 2)
 
 
 @pytest.mark.parametrize(("k", "length", "chunks"), [(101, 102, 1), (1536, 1536, 1), (6000, 1536, 4)])
-def test_parts_on_vector_units(k: int, length: int, chunks: int) -> None:
+def test_parts_on_vector_units(k, length, chunks):
     # An odd length takes an even number of roundings. Each chunk of a product is added, the smallest first.
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
@@ -186,13 +184,13 @@ def test_parts_on_vector_units(k: int, length: int, chunks: int) -> None:
     check(bound, relative, 2 * NORMAL, (3 * (k + chunks - 1) + 2) * NORMAL)
 
 
-def test_pairs_that_are_rounded_to_odd() -> None:
+def test_pairs_that_are_rounded_to_odd():
     # Twice the error of each of 2 roundings, whose variance is that of 4 times as many.
     bound = error_bound(MathMode.FP32, DType.BFLOAT16, F32, 100, ROWS["bf16_neon"])
     check(bound, gamma(8 * 50), NORMAL, 100 * NORMAL)
 
 
-def test_parts_on_tile_units() -> None:
+def test_parts_on_tile_units():
     # 17 roundings and one for each 32 of a chunk of 1536, of which there are 4.
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
@@ -205,7 +203,7 @@ def test_parts_on_tile_units() -> None:
 # -- norms ----------------------------------------------------------------------------------------
 
 
-def test_underflow_of_both_operands_is_in_the_bound_of_the_norms() -> None:
+def test_underflow_of_both_operands_is_in_the_bound_of_the_norms():
     # Of operands that are lost altogether, k products of two losses in each of m n elements.
     bound = ErrorBound(0.5, 2.0**-10, 2.0**-30, 4, "", "", "", unconditional=True)
     assert bound.frobenius(0, 0, 9, 16) == 12 * (4 * 2.0**-20 + 2.0**-30)

@@ -1,10 +1,7 @@
 """``lowprec.check``: the table of modes as an object."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -17,16 +14,16 @@ from lowprec.util.tables import Table, html, plain_text
 
 
 @pytest.fixture
-def a(rng: np.random.Generator) -> np.ndarray:
+def a(rng):
     return rng.standard_normal((24, 24), dtype=np.float32)
 
 
 @pytest.fixture(autouse=True)
-def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def _idle(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 
-def _cells(text: str) -> list[list[str]]:
+def _cells(text):
     """Return the rows of a table, in which everything that was opened is closed."""
     elements = [*ElementTree.fromstring(f"<div>{text}</div>").iter()]
     assert {x.tag for x in elements} <= {"table", "caption", "thead", "tbody", "tr", "th", "td", "div"}
@@ -35,7 +32,7 @@ def _cells(text: str) -> list[list[str]]:
     return [[cell.text or "" for cell in x] for x in elements if x.tag == "tr"]
 
 
-def test_every_mode_has_a_row(a: np.ndarray) -> None:
+def test_every_mode_has_a_row(a):
     found = lowprec.check(a, a, rounds=1)
     assert [row.name for row in found.rows] == [str(m) for m in available_modes() if m != "fp64_emulated"]
     for row in found.rows:
@@ -51,7 +48,7 @@ def test_every_mode_has_a_row(a: np.ndarray) -> None:
     assert found.within
 
 
-def _rows(*of: tuple[str, float, float]) -> lowprec.checking.Comparison:
+def _rows(*of):
     """Return a comparison with these names, speed-ups and errors."""
     x = np.eye(4, dtype=np.float32)
     found = lowprec.check(x, x, modes=["bf16"], rounds=1)
@@ -84,13 +81,13 @@ def _rows(*of: tuple[str, float, float]) -> lowprec.checking.Comparison:
         ([("bf16", 1.04, 2e-3), ("fp64", 0.3, 1e-8)], "no mode is faster than fp32 on this device"),
     ],
 )
-def test_the_summary_names_the_modes_worth_using(rows: list[tuple[str, float, float]], sentence: str) -> None:
+def test_the_summary_names_the_modes_worth_using(rows, sentence):
     found = _rows(("fp32", 1.0, 4e-7), *rows)
     assert found.summary == found.to_dict()["summary"] == str(found).splitlines()[-1] == sentence
     assert sentence in found._repr_html_()
 
 
-def test_the_summary_omits_what_is_wrong_or_fp32_itself() -> None:
+def test_the_summary_omits_what_is_wrong_or_fp32_itself():
     found = _rows(("fp32", 1.0, 4e-7), ("bf16", 2.0, 2e-3), ("fp32_pedantic", 1.5, 4e-7))
     first, bf16, pedantic = found.rows
     same = dataclasses.replace(pedantic, plan=first.plan)
@@ -104,7 +101,7 @@ def test_the_summary_omits_what_is_wrong_or_fp32_itself() -> None:
         )
 
 
-def test_a_long_table_shows_the_fastest_of_equal_errors() -> None:
+def test_a_long_table_shows_the_fastest_of_equal_errors():
     of = [
         ("fp32", 1.0, 4e-7),
         ("slow", 0.5, 4.2e-7),
@@ -124,7 +121,7 @@ def test_a_long_table_shows_the_fastest_of_equal_errors() -> None:
     assert dataclasses.replace(found, rows=(*found.rows[:-1], last)).selection[-1] is last
 
 
-def test_notebooks_show_the_same(a: np.ndarray) -> None:
+def test_notebooks_show_the_same(a):
     found = lowprec.check(a, a, modes=["tf32"], rounds=1)
     heading, *rows = _cells(found._repr_html_())
     assert heading == found.table.headings
@@ -136,12 +133,12 @@ def test_notebooks_show_the_same(a: np.ndarray) -> None:
     assert "  ".join(cells["provided"].split()) in "  ".join(str(plan).split())
 
 
-def test_markup_is_escaped() -> None:
+def test_markup_is_escaped():
     text = html(Table("<i>", ["<b>"], [["</td><script>&"]]), ["<img>"])
     assert _cells(text) == [["<b>"], ["</td><script>&"]]
 
 
-def test_overflow_and_its_remark(a: np.ndarray) -> None:
+def test_overflow_and_its_remark(a):
     wide = a * np.float32(1e38)
     found = lowprec.check(wide, wide, modes=["fp16"], rounds=1)
     row = found.rows[1]
@@ -152,7 +149,7 @@ def test_overflow_and_its_remark(a: np.ndarray) -> None:
         assert f"fp16: {text}" in str(found)
 
 
-def test_arrays_of_other_libraries(a: np.ndarray) -> None:
+def test_arrays_of_other_libraries(a):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.from_numpy(a).to(torch.bfloat16)
     assert lowprec.check(x, x.T, rounds=1).b.shape == (24, 24)
@@ -174,12 +171,12 @@ def test_arrays_of_other_libraries(a: np.ndarray) -> None:
         ({"modes": "ft32"}, lowprec.ModeError, "'ft32' is not a math mode"),
     ],
 )
-def test_bad_arguments(a: np.ndarray, how: Any, error: type[Exception], words: str) -> None:
+def test_bad_arguments(a, how, error, words):
     with pytest.raises(error, match=words):
         lowprec.check(a, a, **how)
 
 
-def test_incomparable_results(a: np.ndarray) -> None:
+def test_incomparable_results(a):
     with pytest.raises(lowprec.DTypeError, match="products of float64 have no wider reference"):
         lowprec.check(a.astype(np.float64), a)
     with pytest.raises(lowprec.DTypeError, match="rounded to complex64"):
@@ -190,12 +187,12 @@ def test_incomparable_results(a: np.ndarray) -> None:
         lowprec.check(a, a[:3])
 
 
-def test_cells_are_broken_between_words() -> None:
+def test_cells_are_broken_between_words():
     table = Table("T", ("", ""), [("name", "one two three"), ("b", "")])
     assert plain_text(table, 16) == "T\n  name  one two\n        three\n  b"
 
 
-def test_reprs_are_short_and_print_is_the_table() -> None:
+def test_reprs_are_short_and_print_is_the_table():
     a = np.ones((4, 8), np.float32)
     plan, found = lowprec.plan(a, a.T, rtol=1e-3), lowprec.check(a, a.T, modes=["bf16"], rounds=1)
     for value, start in ((plan, "<GemmPlan float32 (4, 8) @ float32 (8, 4)"), (found, "<Comparison check: ")):
@@ -207,10 +204,10 @@ def test_reprs_are_short_and_print_is_the_table() -> None:
     assert "2 of 2 rows within their bounds" in repr(found)
 
 
-def test_a_plan_shows_which_bound_rtol_limits() -> None:
+def test_a_plan_shows_which_bound_rtol_limits():
     x = lowprec.ShapeDtype((512, 512), "float32")
 
-    def row(**keywords: Any) -> str:
+    def row(**keywords):
         text = " ".join(str(lowprec.plan(x, x, **keywords)).split())
         return text.partition(" rtol ")[2].partition(" a becomes")[0]
 
@@ -223,7 +220,7 @@ def test_a_plan_shows_which_bound_rtol_limits() -> None:
     assert lowprec.plan(x, x, rtol=1e-5).to_dict()["tolerance"].startswith("limits the guaranteed bound")
 
 
-def test_a_narrow_table_omits_columns_then_is_shown_by_row() -> None:
+def test_a_narrow_table_omits_columns_then_is_shown_by_row():
     table = Table("T", ["name", ">size"], [["one", "23"]], optional=["size"])
     assert plain_text(table, 12) == "T\n  name  size\n  one     23"
     assert plain_text(table, 11) == "T\n  name\n  one"

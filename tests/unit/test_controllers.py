@@ -1,17 +1,13 @@
 """Other libraries' switches under the guard, with libraries made up for it: order, failures, threads, tasks."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,36 +17,32 @@ from lowprec.policy import controllers as registry
 from lowprec.policy import entries, fp32_guard, get_math_mode, math_mode
 from lowprec.policy.protocol import Tier
 from support.programs import in_threads
-from support.synthetic_library import Library
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
 
 
-Register = Any
-
-
 @pytest.fixture(autouse=True)
-def everything_comes_back(register: Register) -> Iterator[None]:
+def everything_comes_back(register):
     yield
     assert [library.name for library in register.made if not library.is_as_before] == []
 
 
-def statuses(guard: fp32_guard | math_mode) -> dict[str, str]:
+def statuses(guard):
     return {row.library: row.status for row in guard.report()}
 
 
-def reason(guard: fp32_guard | math_mode, library: str) -> str:
+def reason(guard, library):
     return next(row.reason for row in guard.report() if row.library == library)
 
 
 # -- entering and leaving -------------------------------------------------------------------------
 
 
-def test_nested_blocks_set_once_and_an_exception_restores(library: Library) -> None:
+def test_nested_blocks_set_once_and_an_exception_restores(library):
     guard = fp32_guard()
 
     @fp32_guard()
-    def solve() -> None:
+    def solve():
         with guard, guard:
             assert library.is_full
             raise KeyError("boom")
@@ -63,9 +55,7 @@ def test_nested_blocks_set_once_and_an_exception_restores(library: Library) -> N
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_a_library_that_is_not_loaded_is_left_alone(
-    register: Register, monkeypatch: pytest.MonkeyPatch, blocked: bool
-) -> None:
+def test_a_library_that_is_not_loaded_is_left_alone(register, monkeypatch, blocked):
     library = register(loaded=False)
     if blocked:
         monkeypatch.setitem(sys.modules, library.module, None)
@@ -74,7 +64,7 @@ def test_a_library_that_is_not_loaded_is_left_alone(
     assert library.calls == []
 
 
-def test_a_library_imported_inside_waits_for_the_next_entry(register: Register) -> None:
+def test_a_library_imported_inside_waits_for_the_next_entry(register):
     library, guard = register(loaded=False), fp32_guard()
     with guard:
         register.load(library)
@@ -90,7 +80,7 @@ def test_a_library_imported_inside_waits_for_the_next_entry(register: Register) 
     assert "not entered in this thread" in reason(guard, "one")
 
 
-def test_frameworks_chooses(register: Register) -> None:
+def test_frameworks_chooses(register):
     one, two = register("one"), register("two")
     with fp32_guard(frameworks=["two"]) as guard:
         assert one.is_as_before
@@ -106,20 +96,20 @@ def test_frameworks_chooses(register: Register) -> None:
         assert one.is_full
 
 
-def test_frameworks_that_make_no_sense(register: Register) -> None:
+def test_frameworks_that_make_no_sense(register):
     register("one")
     with pytest.raises(UnsupportedError, match="no controller for two; choose among one, or"):
         fp32_guard(frameworks=["one", "two"])
     with pytest.raises(TypeError, match="True, False or a list of names"):
         fp32_guard(frameworks="one")
     with pytest.raises(TypeError, match="got 3"):
-        math_mode("tf32", frameworks=3)  # type: ignore[arg-type]
+        math_mode("tf32", frameworks=3)
 
 
 # -- settings of the program inside ---------------------------------------------------------------
 
 
-def test_settings_made_inside_are_kept_and_reported(library: Library) -> None:
+def test_settings_made_inside_are_kept_and_reported(library):
     outer = fp32_guard().__enter__()
     library.values["products"] = "mine"
     with fp32_guard():
@@ -135,7 +125,7 @@ def test_settings_made_inside_are_kept_and_reported(library: Library) -> None:
 
 
 @pytest.mark.parametrize("step", ["save", "set_mode"])
-def test_a_library_that_fails_is_reported_and_the_others_act(register: Register, step: str) -> None:
+def test_a_library_that_fails_is_reported_and_the_others_act(register, step):
     bad, good = register("bad"), register("good")
     bad.fails[step] = OSError("no driver")
     guard = fp32_guard()
@@ -148,7 +138,7 @@ def test_a_library_that_fails_is_reported_and_the_others_act(register: Register,
     assert good.is_as_before
 
 
-def test_a_library_that_cannot_be_put_back_is_reported(register: Register) -> None:
+def test_a_library_that_cannot_be_put_back_is_reported(register):
     bad, good = register("bad"), register("good")
     bad.fails["restore"] = OSError("gone")
     with pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"), fp32_guard():
@@ -160,7 +150,7 @@ def test_a_library_that_cannot_be_put_back_is_reported(register: Register) -> No
         assert bad.is_full
 
 
-def test_a_warning_made_an_error_leaves_nothing_behind(register: Register) -> None:
+def test_a_warning_made_an_error_leaves_nothing_behind(register):
     bad, good = register("bad"), register("good")
     bad.fails["save"] = UnsupportedError("version 99 has other switches")
     with warnings.catch_warnings():
@@ -175,7 +165,7 @@ def test_a_warning_made_an_error_leaves_nothing_behind(register: Register) -> No
 # -- threads and tasks ----------------------------------------------------------------------------
 
 
-def test_a_thread_switch_is_each_thread_s_own(register: Register) -> None:
+def test_a_thread_switch_is_each_thread_s_own(register):
     library = register(tier=Tier.THREAD)
     with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
         assert pool.submit(lambda: library.is_as_before).result()
@@ -186,17 +176,17 @@ def test_a_thread_switch_is_each_thread_s_own(register: Register) -> None:
         assert library.is_full
 
 
-def test_a_generator_that_another_thread_closes(register: Register) -> None:
+def test_a_generator_that_another_thread_closes(register):
     process, thread = register("process"), register("thread", tier=Tier.THREAD)
 
-    def steps() -> Iterator[None]:
+    def steps():
         with fp32_guard():
             yield
 
     running = steps()
     next(running)
     with ThreadPoolExecutor(1) as pool, pytest.warns(LowprecWarning) as warned:
-        pool.submit(running.close).result()  # type: ignore[attr-defined]
+        pool.submit(running.close).result()
     assert any("thread's switch belongs to the thread" in str(w.message) for w in warned)
     assert process.is_as_before
     assert not thread.is_as_before, "no thread reaches another one's switch"
@@ -207,11 +197,11 @@ def test_a_generator_that_another_thread_closes(register: Register) -> None:
 
 @pytest.mark.parametrize("moment", ["save", "set_mode", "restore"])
 @pytest.mark.parametrize("make", [fp32_guard, lambda: math_mode("tf32", frameworks=True)], ids=["guard", "mode"])
-def test_a_finalizer_in_the_midst_of_a_change(register: Register, make: Any, moment: str) -> None:
+def test_a_finalizer_in_the_midst_of_a_change(register, make, moment):
     """It leaves one block and runs another; all blocks act as otherwise."""
     library, waiting, seen = register(), make().__enter__(), list[bool]()
 
-    def finalize() -> None:
+    def finalize():
         library.during.clear()
         waiting.__exit__()
         with fp32_guard():
@@ -227,10 +217,10 @@ def test_a_finalizer_in_the_midst_of_a_change(register: Register, make: Any, mom
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_child_that_is_forked_while_another_thread_changes_switches(register: Register) -> None:
+def test_a_child_that_is_forked_while_another_thread_changes_switches(register):
     library, busy, go = register(), threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         library.during.clear()
         busy.set()
         go.wait(0.2)
@@ -251,14 +241,14 @@ def test_a_child_that_is_forked_while_another_thread_changes_switches(register: 
         pool.submit(entering.result().__exit__).result()
 
 
-def test_sixteen_threads_overlap_at_random(register: Register) -> None:
+def test_sixteen_threads_overlap_at_random(register):
     process, thread = register("process"), register("thread", tier=Tier.THREAD)
     guard = fp32_guard()
 
-    def run(seed: int) -> int:
+    def run(seed):
         rng, mistakes = random.Random(seed), 0
 
-        def nest(depth: int) -> None:
+        def nest(depth):
             nonlocal mistakes
             with guard if rng.random() < 0.5 else fp32_guard():
                 mistakes += not (process.is_full and thread.is_full)
@@ -283,7 +273,7 @@ def test_sixteen_threads_overlap_at_random(register: Register) -> None:
 # -- math_mode(..., frameworks=True) --------------------------------------------------------------
 
 
-def test_a_mode_reaches_other_libraries_only_if_asked(library: Library) -> None:
+def test_a_mode_reaches_other_libraries_only_if_asked(library):
     with math_mode("tf32"):
         assert library.calls == []
     with math_mode("tf32", frameworks=True) as mode:
@@ -296,7 +286,7 @@ def test_a_mode_reaches_other_libraries_only_if_asked(library: Library) -> None:
     assert library.is_as_before
 
 
-def test_a_library_without_the_mode_is_left_as_it_is(library: Library) -> None:
+def test_a_library_without_the_mode_is_left_as_it_is(library):
     with pytest.warns(LowprecWarning, match=r"does not reach one \(one has no switch for fp16\)"):
         mode = math_mode("fp16", frameworks=["one"]).__enter__()
     assert library.is_as_before
@@ -305,12 +295,12 @@ def test_a_library_without_the_mode_is_left_as_it_is(library: Library) -> None:
     mode.__exit__()
 
 
-def test_the_guard_is_a_floor_for_other_libraries_too(register: Register) -> None:
+def test_the_guard_is_a_floor_for_other_libraries_too(register):
     library = register()
     with ThreadPoolExecutor(1) as pool, fp32_guard():
 
         @math_mode("tf32", frameworks=True)
-        def lower() -> tuple[bool, MathMode]:
+        def lower():
             return library.is_full, get_math_mode()
 
         assert lower() == (True, FP32)
@@ -321,9 +311,7 @@ def test_the_guard_is_a_floor_for_other_libraries_too(register: Register) -> Non
 
 
 @pytest.mark.usefixtures("clean_policy")
-def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(library, monkeypatch):
     monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
     with math_mode("tf32", frameworks=True) as mode:
         assert library.is_as_before
@@ -332,7 +320,7 @@ def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
         assert library.is_full
 
 
-def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(register: Register) -> None:
+def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(register):
     library = register()
     mode, guard = math_mode("tf32", frameworks=True), fp32_guard()
     with ThreadPoolExecutor(1) as pool:
@@ -348,13 +336,13 @@ def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(register: Register) 
 # -- the registry, and the controllers of libraries that are not here -----------------------------
 
 
-def test_non_controllers_are_refused() -> None:
+def test_non_controllers_are_refused():
     with pytest.raises(TypeError, match=r"a controller needs describe, mod.*lacks .*save"):
-        registry.register_controller(SimpleNamespace(name="x"))  # type: ignore[arg-type]
+        registry.register_controller(SimpleNamespace(name="x"))
     assert "x" not in {c.name for c in registry.controllers()}
 
 
-def test_a_controller_can_be_taken_away(register: Register) -> None:
+def test_a_controller_can_be_taken_away(register):
     library = register()
     with fp32_guard():
         registry.unregister_controller("one")
@@ -367,38 +355,36 @@ def test_a_controller_can_be_taken_away(register: Register) -> None:
 
 
 @pytest.fixture
-def cupy(register: Register, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def cupy(register, monkeypatch):
     """CuPy's two functions, which set TF32 only where a driver says that the device has it."""
     from lowprec.policy.frameworks.switch_functions import CUPY
 
     state = SimpleNamespace(value=7, has_driver=True, written=[])
 
     # CuPy's errors come from a package of another name.
-    backend: dict[str, Any] = {"__name__": "cupy_backends.cuda.api.runtime"}
+    backend = {"__name__": "cupy_backends.cuda.api.runtime"}
     exec("def fail(): raise RuntimeError('cudaErrorInsufficientDriver')", backend)
 
-    def set_compute_type(dtype: str, value: int) -> None:
+    def set_compute_type(dtype, value):
         assert dtype == "f"
         if value in (6, 7) and not state.has_driver:
             backend["fail"]()
         state.value = value
         state.written.append(value)
 
-    def get_compute_type(dtype: str) -> int:
+    def get_compute_type(dtype):
         assert dtype == "f"
         return state.value
 
     module = ModuleType("cupy")
-    module._core = SimpleNamespace(  # type: ignore[attr-defined]
-        get_compute_type=get_compute_type, set_compute_type=set_compute_type
-    )
+    module._core = SimpleNamespace(get_compute_type=get_compute_type, set_compute_type=set_compute_type)
     monkeypatch.setitem(sys.modules, "cupy", module)
     registry.register_controller(CUPY)
     state.module = module
     return state
 
 
-def test_cupy_is_set_to_its_default_and_put_back(cupy: SimpleNamespace) -> None:
+def test_cupy_is_set_to_its_default_and_put_back(cupy):
     with fp32_guard() as guard:
         assert cupy.value == 1
         assert statuses(guard) == {"cupy": "protected"}
@@ -408,7 +394,7 @@ def test_cupy_is_set_to_its_default_and_put_back(cupy: SimpleNamespace) -> None:
     assert cupy.written == [1, 7]
 
 
-def test_cupy_without_a_driver(cupy: SimpleNamespace) -> None:
+def test_cupy_without_a_driver(cupy):
     cupy.value, cupy.has_driver = 1, False
     with fp32_guard():
         assert cupy.value == 1
@@ -421,7 +407,7 @@ def test_cupy_without_a_driver(cupy: SimpleNamespace) -> None:
 # -- data of info() ---------------------------------------------------------------------------------
 
 
-def test_every_switch_is_shown_and_none_that_cannot_be_read(register: Register) -> None:
+def test_every_switch_is_shown_and_none_that_cannot_be_read(register):
     one, bad = register("one"), register("bad", tier=Tier.THREAD)
     register("absent", loaded=False)
     bad.fails["save"] = OSError("no driver")
@@ -434,19 +420,19 @@ def test_every_switch_is_shown_and_none_that_cannot_be_read(register: Register) 
     assert one.calls == ["save"]
 
 
-def test_a_version_with_other_switches_is_reported(cupy: SimpleNamespace) -> None:
+def test_a_version_with_other_switches_is_reported(cupy):
     cupy.module.__version__ = "99.0"
     del cupy.module._core.set_compute_type
     with pytest.warns(LowprecWarning, match=r"CuPy 99\.0 has no cupy\._core\.set_compute_type"):
         fp32_guard().__enter__().__exit__()
 
 
-def test_a_pytorch_with_other_switches_is_reported(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_with_other_switches_is_reported(register, monkeypatch):
     from lowprec.policy.frameworks.torch import TorchController
 
     module = ModuleType("torch")
-    module._C = SimpleNamespace()  # type: ignore[attr-defined]
-    module.__version__ = "99.0"  # type: ignore[attr-defined]
+    module._C = SimpleNamespace()
+    module.__version__ = "99.0"
     monkeypatch.setitem(sys.modules, "torch", module)
     registry.register_controller(TorchController())
     with pytest.warns(LowprecWarning, match=r"the switches of PyTorch 99\.0 are not those"):

@@ -1,12 +1,8 @@
 """The cache on disk: what is not the user's own alone is left alone, and none of it stops a product."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +17,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are thos
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch):
     """A folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
     errors._given.clear()
@@ -30,20 +26,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def kept(cache: Path) -> Path:
+def kept(cache):
     """The file that ``kernels/x`` is kept in."""
     disk.write("kernels/x", b"good")
     return cache / "kernels" / "x"
 
 
-def _another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def _another_user(monkeypatch):
     """Let what is there belong to another user: this process is not the one who made it, nor is root."""
     monkeypatch.setattr(disk, "_trusted_users", lambda: (4321,))
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None:
+def test_a_file_that_others_can_write_is_not_read(kept, mode):
     kept.chmod(mode)
     with pytest.warns(LowprecWarning, match=r"does not use .*x: other users can write to it"):
         assert disk.read("kernels/x") is None
@@ -56,7 +52,7 @@ def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None
 @posix
 @pytest.mark.parametrize("name", ["cache", "cache/kernels"])
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
-def test_a_folder_that_others_can_write_is_not_used(kept: Path, tmp_path: Path, name: str, mode: int) -> None:
+def test_a_folder_that_others_can_write_is_not_used(kept, tmp_path, name, mode):
     (tmp_path / name).chmod(mode)
     with pytest.warns(LowprecWarning, match=rf"{name}: other users can write to it"):
         assert disk.read("kernels/x") is None
@@ -67,7 +63,7 @@ def test_a_folder_that_others_can_write_is_not_used(kept: Path, tmp_path: Path, 
 
 
 @posix
-def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache: Path) -> None:
+def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept, cache):
     # As /tmp is: no user can remove or replace another user's files.
     cache.chmod(0o1777)
     (cache / "kernels").chmod(0o1777)
@@ -78,7 +74,7 @@ def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache:
 
 
 @posix
-def test_another_user_s_file_or_folder_is_not_used(kept: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_s_file_or_folder_is_not_used(kept, cache, monkeypatch):
     _another_user(monkeypatch)
     with pytest.warns(LowprecWarning, match="it belongs to another user"):
         assert disk.read("kernels/x") is None
@@ -91,7 +87,7 @@ def test_another_user_s_file_or_folder_is_not_used(kept: Path, cache: Path, monk
 
 
 @posix
-def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_judged_by_the_folder(kept, cache, tmp_path):
     cache.rename(tmp_path / "scratch")
     cache.symlink_to(tmp_path / "scratch")
     assert disk.read("kernels/x") == b"good"
@@ -101,7 +97,7 @@ def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp
 
 
 @posix
-def test_created_files_are_the_user_s_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_created_files_are_the_user_s_alone(cache, monkeypatch):
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "deep"))
     before = os.umask(0)
     try:
@@ -113,14 +109,14 @@ def test_created_files_are_the_user_s_alone(cache: Path, monkeypatch: pytest.Mon
     assert modes == {0o700, 0o600}
 
 
-def _no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_user(monkeypatch):
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "~nosuchuser/cache")
 
 
-def _no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_home(monkeypatch):
     pwd = pytest.importorskip("pwd", reason="homes of users are those of POSIX")
 
-    def unknown(user: int) -> None:
+    def unknown(user):
         raise KeyError(f"getpwuid(): uid not found: {user}")
 
     for name in ("LOWPREC_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
@@ -135,9 +131,7 @@ def _no_home(monkeypatch: pytest.MonkeyPatch) -> None:
         (_no_home, "no cache on disk: .*home directory.*; set LOWPREC_CACHE_DIR to a folder"),
     ],
 )
-def test_without_a_folder_there_is_one_warning_and_no_cache(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, absent: Callable[..., None], words: str
-) -> None:
+def test_without_a_folder_there_is_one_warning_and_no_cache(cache, monkeypatch, tmp_path, absent, words):
     absent(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.warns(LowprecWarning, match=words):
@@ -152,7 +146,7 @@ def test_without_a_folder_there_is_one_warning_and_no_cache(
 
 
 @posix
-def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_of_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for base, folder in (("", ".cache/lowprec"), ("relative", ".cache/lowprec"), (str(tmp_path / "x"), "x/lowprec")):
@@ -162,27 +156,25 @@ def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert disk.cache_directory() == tmp_path / "here"
 
 
-def _full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def _full(cache, monkeypatch):
+    def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", refuse)
 
 
-def _no_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_folder(cache, monkeypatch):
     cache.write_text("a file where the folder should be")
 
 
-def _circle(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _circle(cache, monkeypatch):
     cache.mkdir(mode=0o700)
     cache.joinpath("kernels").symlink_to("kernels")
 
 
 @posix
 @pytest.mark.parametrize("hindrance", [_full, _no_folder, _circle])
-def test_unwritable_files_cost_only_warnings(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
-) -> None:
+def test_unwritable_files_cost_only_warnings(cache, monkeypatch, hindrance):
     hindrance(cache, monkeypatch)
     with pytest.warns(LowprecWarning, match="cannot write to its cache .*lost with this process"):
         disk.write("kernels/x", b"new")
@@ -193,7 +185,7 @@ def test_unwritable_files_cost_only_warnings(
 
 @posix
 @pytest.mark.filterwarnings("ignore::lowprec.LowprecWarning")
-def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache: Path) -> None:
+def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache):
     cache.joinpath("kernels").mkdir(mode=0o700, parents=True)
     cache.joinpath("kernels", "x").symlink_to("x")
     assert disk.read("kernels/x") is None
@@ -206,7 +198,7 @@ def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache: Path) -> None:
 
 # Between the end of a block and its `__exit__`, where a handler may raise, only the collector closes the file.
 @pytest.mark.filterwarnings("ignore:.*unclosed file", "ignore:Exception ignored in:")
-def test_an_interrupt_anywhere_leaves_one_whole_file(tmp_path: Path) -> None:
+def test_an_interrupt_anywhere_leaves_one_whole_file(tmp_path):
     target, contents = tmp_path / "out", list[bytes]()
     target.write_bytes(b"old")
     for _ in interrupts.interrupted(lambda: atomic.write_file(target, b"half")):
@@ -219,11 +211,11 @@ def test_an_interrupt_anywhere_leaves_one_whole_file(tmp_path: Path) -> None:
     assert len(contents) > 5
 
 
-def test_a_failure_is_the_caller_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_the_caller_s(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="missing"):
         atomic.write_file(tmp_path / "missing" / "out", b"half")
 
-    def full(number: int) -> None:
+    def full(number):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -233,7 +225,7 @@ def test_a_failure_is_the_caller_s(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
-def test_special_files_are_not_replaced(tmp_path: Path) -> None:
+def test_special_files_are_not_replaced(tmp_path):
     """A pipe represents devices: nothing is lost if it is replaced by mistake."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
@@ -246,7 +238,7 @@ def test_special_files_are_not_replaced(tmp_path: Path) -> None:
     assert {n: (s.st_ino, s.st_mode) for n, s in after.items()} == {n: (s.st_ino, s.st_mode) for n, s in before.items()}
 
 
-def test_a_long_name_has_room_for_the_temporary_one(tmp_path: Path) -> None:
+def test_a_long_name_has_room_for_the_temporary_one(tmp_path):
     # 255 bytes in file systems, 3 to a sign here.
     path = tmp_path / ("\u2200" * 85)
     atomic.write_file(path, b"half")
@@ -254,7 +246,7 @@ def test_a_long_name_has_room_for_the_temporary_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
-def test_permissions(tmp_path: Path) -> None:
+def test_permissions(tmp_path):
     before = os.umask(0o027)
     try:
         for name, mode in (("new", 0o666), ("own", 0o600)):

@@ -1,11 +1,8 @@
 """Plans of the modes that cuBLASLt emulates itself: where it does, what it costs, and the reasons elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from lowprec import errors
 from lowprec.backends.cuda import models
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
+from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.selection import select_mode
@@ -28,14 +25,14 @@ BF16X9, FIXED_POINT = ComputeType.COMPUTE_32F_EMULATED_16BFX9, ComputeType.COMPU
 SINGLE, DOUBLE = (DType.FLOAT32, DType.COMPLEX64), (DType.FLOAT64, DType.COMPLEX128)
 
 
-def present(capability: tuple[int, int], version: int = 131000) -> Capabilities:
+def present(capability, version=131000):
     """Return the capabilities of a device with some version of cuBLAS."""
     properties = type("Properties", (SimpleNamespace,), {"__hash__": object.__hash__})
-    found: Any = properties(index=0, name="a GPU", capability=capability, multiprocessors=100, clock_khz=0)
+    found = properties(index=0, name="a GPU", capability=capability, multiprocessors=100, clock_khz=0)
     return models.present(found, version)
 
 
-def square(n: int, dtype: DType = DType.FLOAT32, **more: Any) -> GemmProblem:
+def square(n, dtype=DType.FLOAT32, **more):
     return GemmProblem(*[OperandSpec.contiguous(dtype, (n, n))] * 2, **more)
 
 
@@ -59,7 +56,7 @@ def square(n: int, dtype: DType = DType.FLOAT32, **more: Any) -> GemmProblem:
         ((12, 1), 131000, False, True),
     ],
 )
-def test_devices_and_versions(capability: tuple[int, int], version: int, single: bool, double: bool) -> None:
+def test_devices_and_versions(capability, version, single, double):
     able = present(capability, version)
     for dtype in SINGLE:
         plan = plan_gemm(square(512, dtype), able, MathMode.BF16X9)
@@ -80,9 +77,7 @@ def test_devices_and_versions(capability: tuple[int, int], version: int, single:
     ("mode", "native", "dtypes"),
     [(MathMode.BF16X9, MathMode.FP32, SINGLE), (MathMode.FP64_EMULATED, MathMode.FP32, DOUBLE)],
 )
-def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(
-    mode: MathMode, native: MathMode, dtypes: tuple[DType, ...]
-) -> None:
+def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(mode, native, dtypes):
     """The same data, copies and call; the bound is the native one, which cuBLAS documents to hold."""
     for dtype in dtypes:
         for problem in (square(600, dtype), square(600, dtype, k_chunk=600)):
@@ -101,7 +96,7 @@ def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(
 
 
 @pytest.mark.parametrize(("mode", "dtypes"), [(MathMode.BF16X9, SINGLE), (MathMode.FP64_EMULATED, DOUBLE)])
-def test_chunks_of_k_are_those_of_lowprec_s_products(mode: MathMode, dtypes: tuple[DType, ...]) -> None:
+def test_chunks_of_k_are_those_of_lowprec_s_products(mode, dtypes):
     """So ``k_chunk`` gives the split of bfloat16 parts, with its smaller bound."""
     for dtype in dtypes:
         found, other = (plan_gemm(square(600, dtype, k_chunk=256), present(c), mode) for c in ((10, 0), (7, 5)))
@@ -111,7 +106,7 @@ def test_chunks_of_k_are_those_of_lowprec_s_products(mode: MathMode, dtypes: tup
         assert found.cublas_compute_type is (ComputeType.COMPUTE_32F if dtype in SINGLE else ComputeType.COMPUTE_64F)
 
 
-def test_fp32_emulated_takes_the_emulation_where_it_is_the_cheapest() -> None:
+def test_fp32_emulated_takes_the_emulation_where_it_is_the_cheapest():
     found = plan_gemm(square(4096), present((10, 0)), MathMode.FP32_EMULATED)
     assert (found.scheme, found.kernel) == (MathMode.BF16X9, "cublaslt_bf16x9")
     split, fp32 = (plan_gemm(square(4096), machines.gpu((10, 0)), m) for m in (MathMode.BF16X9, MathMode.FP32))
@@ -121,7 +116,7 @@ def test_fp32_emulated_takes_the_emulation_where_it_is_the_cheapest() -> None:
     assert "scheme        bf16x9\n" in str(found)
 
 
-def test_rtol_takes_bf16x9_by_the_bound_of_fp32_and_never_fp64_emulated() -> None:
+def test_rtol_takes_bf16x9_by_the_bound_of_fp32_and_never_fp64_emulated():
     able = present((10, 0))
     bound = plan_gemm(square(2048), able, MathMode.FP32).bound.relative
     candidates = {c.mode: c for c in select_mode(square(2048), able, bound).candidates}
@@ -131,7 +126,7 @@ def test_rtol_takes_bf16x9_by_the_bound_of_fp32_and_never_fp64_emulated() -> Non
     assert only.mode is MathMode.FP32
 
 
-def test_predictions_show_it() -> None:
+def test_predictions_show_it():
     a, b = lowprec.ShapeDtype((256, 4096), "float32"), lowprec.ShapeDtype((4096, 4096), "float32")
     made = lowprec.plan(a, b, math_mode="bf16x9", device="sm_100")
     text = " ".join(str(made).split())
@@ -151,7 +146,7 @@ def test_predictions_show_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8", "float64", "complex128"])
-def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype: str) -> None:
+def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype):
     """Which computes float64 operands in FP64."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((9, 8), (8, 7)))
@@ -169,9 +164,7 @@ def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "float64", "complex128"])
-def test_an_argument_gives_a_warning_on_single_precision(
-    dtype: str, fresh_executors: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_argument_gives_a_warning_on_single_precision(dtype, fresh_executors, monkeypatch):
     """On float64 the mode is what was asked for, emulated or not."""
     monkeypatch.setattr(errors, "_given", set())
     x = np.ones((4, 4), dtype)
@@ -187,10 +180,10 @@ def test_an_argument_gives_a_warning_on_single_precision(
 
 @pytest.mark.usefixtures("clean_policy")
 @pytest.mark.parametrize("by_variable", [False, True])
-def test_the_guard_computes_in_native_fp64(by_variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_computes_in_native_fp64(by_variable, monkeypatch):
     wide = lowprec.ShapeDtype((64, 64), "float64")
     assert lowprec.plan(wide, wide, math_mode="fp64_emulated", device="b200").cublas_compute_type is FIXED_POINT
-    guard: Any = contextlib.nullcontext() if by_variable else lowprec.fp32_guard()
+    guard = contextlib.nullcontext() if by_variable else lowprec.fp32_guard()
     if by_variable:
         monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
         environment.refresh()

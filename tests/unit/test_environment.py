@@ -1,9 +1,6 @@
 """The table of environment variables, its snapshot, and its rows in `info()`."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import pytest
 
@@ -20,11 +17,11 @@ ISA = "LOWPREC_MAX_CPU_ISA"
 pytestmark = pytest.mark.usefixtures("clean_policy")
 
 
-def row_of(name: str) -> environment.VariableRow:
+def row_of(name):
     return next(r for r in environment.rows() if r.name == name)
 
 
-def test_the_table_lists_the_variables_of_this_version() -> None:
+def test_the_table_lists_the_variables_of_this_version():
     others = """
         TORCH_ALLOW_TF32_CUBLAS_OVERRIDE JAX_DEFAULT_MATMUL_PRECISION CUPY_TF32 MLX_ENABLE_TF32
         CUBLAS_EMULATE_SINGLE_PRECISION CUBLAS_EMULATE_DOUBLE_PRECISION CUBLAS_EMULATION_STRATEGY
@@ -39,7 +36,7 @@ def test_the_table_lists_the_variables_of_this_version() -> None:
 
 @pytest.mark.parametrize("name", READ_ONCE)
 @pytest.mark.parametrize("blank", [None, "", "  "])
-def test_blank_is_unset(name: str, blank: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_is_unset(name, blank, monkeypatch):
     if blank is not None:
         monkeypatch.setenv(name, blank)
     taken = environment.snapshot()
@@ -53,7 +50,7 @@ def test_blank_is_unset(name: str, blank: str | None, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "mode"), [("tf32", MathMode.TF32), (" BF16 ", MathMode.BF16), ("F16_F16_F32", MathMode.FP16)]
 )
-def test_mode_variables(text: str, mode: MathMode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_variables(text, mode, monkeypatch):
     monkeypatch.setenv("LOWPREC_MATH_MODE", text)
     monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "fp32_pedantic")
     taken = environment.snapshot()
@@ -63,7 +60,7 @@ def test_mode_variables(text: str, mode: MathMode, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", MODE_VARIABLES)
-def test_a_bad_mode_names_variable_value_and_legal_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_mode_names_variable_value_and_legal_values(name, monkeypatch):
     monkeypatch.setenv(name, "fp23")
     with pytest.raises(EnvironmentVariableError, match=f"{name}.*'fp23'.*unset") as caught:
         environment.snapshot()
@@ -72,7 +69,7 @@ def test_a_bad_mode_names_variable_value_and_legal_values(name: str, monkeypatch
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_bad_value_is_a_row_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_is_a_row_and_is_not_kept(monkeypatch):
     monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
     row = row_of("LOWPREC_MATH_MODE")
     assert (row.value, row.effect) == ("fp23", "refused")
@@ -88,7 +85,7 @@ def test_a_bad_value_is_a_row_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "off", "remarks"), [("0", True, 0), (" 0 ", True, 0), ("1", False, 1), ("00", False, 1), ("off", False, 1)]
 )
-def test_only_zero_turns_tf32_off(text: str, off: bool, remarks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_zero_turns_tf32_off(text, off, remarks, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
     assert environment.snapshot().tf32_off is off
     problems = environment.problems()
@@ -97,7 +94,7 @@ def test_only_zero_turns_tf32_off(text: str, off: bool, remarks: int, monkeypatc
 
 
 @pytest.mark.parametrize("name", READ_ONCE)
-def test_the_first_value_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_value_holds(name, monkeypatch):
     first = environment.snapshot()
     monkeypatch.setenv(name, "bf16" if name in MODE_VARIABLES else "0")
     assert environment.snapshot() is first
@@ -110,7 +107,7 @@ def test_the_first_value_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("text", "on"), [("1", True), (" 1 ", True), ("0", False)])
-def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_variable(text, on, monkeypatch):
     monkeypatch.setenv("LOWPREC_FP32_GUARD", text)
     assert environment.snapshot().fp32_guard is on
     effect = "no product is below full FP32" if on else "no guard"
@@ -121,9 +118,7 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
     ("name", "text", "read"),
     [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_PEER_ACCESS", "2", variables.PEER_ACCESS.current)],
 )
-def test_a_switch_that_is_neither_on_nor_off_is_an_error(
-    name: str, text: str, read: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(name, text, read, monkeypatch):
     monkeypatch.setenv(name, text)
     with pytest.raises(EnvironmentVariableError, match=f"{name} must be one of 0, 1, got '{text}'; or unset it"):
         read()
@@ -137,9 +132,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(
         (None, False, {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"}),
     ],
 )
-def test_the_environment_of_a_child(
-    mode: MathMode | None, force: bool, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_a_child(mode, force, variables, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
     found = environment.child_environment("startup", mode, guard=mode is None, force=force)
@@ -147,7 +140,7 @@ def test_the_environment_of_a_child(
     assert dict(os.environ) == before
 
 
-def test_reports_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_a_child(monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ) | {"LOWPREC_RUN_PROGRAM": str(os.getpid())}
     found = environment.child_environment("startup", None, profile=True)
@@ -166,19 +159,19 @@ def test_reports_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
         ("one:startup:two", ["startup", "one", "two"]),
     ],
 )
-def test_the_hook_comes_first_and_once(before: str, after: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_comes_first_and_once(before, after, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", before.replace(":", os.pathsep))
     found = environment.child_environment("startup", MathMode.TF32)
     assert found["PYTHONPATH"] == os.pathsep.join(after)
 
 
-def test_rows_do_not_take_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_take_the_snapshot(monkeypatch):
     environment.rows()
     monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
     assert environment.snapshot().math_mode is MathMode.BF16
 
 
-def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_variables_are_shown_as_they_are(monkeypatch):
     environment.snapshot()
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
     assert row_of("OMP_NUM_THREADS").effect == "4,2"
@@ -186,7 +179,7 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert environment.problems() == ()
 
 
-def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_directory_is_read_at_every_use(monkeypatch):
     environment.snapshot()
     assert variables.CACHE_DIR.current() is None
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "somewhere")
@@ -194,7 +187,7 @@ def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatc
     assert row_of("LOWPREC_CACHE_DIR").effect == "somewhere"
 
 
-def test_a_bad_value_does_not_break_the_import() -> None:
+def test_a_bad_value_does_not_break_the_import():
     code = "import lowprec.policy as p\ntry: p.get_math_mode()\nexcept ValueError as e: print(type(e).__name__)"
     assert run_python(code, LOWPREC_FORCE_MATH_MODE="fp23") == "EnvironmentVariableError"
 
@@ -202,7 +195,7 @@ def test_a_bad_value_does_not_break_the_import() -> None:
 @pytest.mark.parametrize(
     ("text", "limit"), [(None, None), ("", None), ("3", 3), (" 2 ", 2), ("0", None), ("-1", None), ("many", None)]
 )
-def test_thread_limit(text: str | None, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_limit(text, limit, monkeypatch):
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     if text is not None:
         monkeypatch.setenv("MKL_NUM_THREADS", text)

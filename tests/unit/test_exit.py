@@ -1,7 +1,5 @@
 """Products at the exit of Python, when nothing can be imported any more."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.programs import run_python
@@ -47,7 +45,7 @@ late.itself = late  # collected when Python ends
 
 
 @pytest.mark.sweep
-def test_warm_products_at_the_exit_of_python() -> None:
+def test_warm_products_at_the_exit_of_python():
     """Of a shape that was multiplied before, and of another that takes the same kernels."""
     for m in (30, 31):
         assert run_python(CODE.replace("MADE", str(m)), warn="ignore") == "13", m

@@ -1,12 +1,8 @@
 """The extras for GPUs can be installed next to PyTorch: their bounds admit the versions that PyTorch's wheels pin."""
 
-from __future__ import annotations
-
 import csv
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +28,7 @@ PACKAGES = {
 FREE = {"nvmath-python", "cuda-core"}
 
 
-def requirements(extra: str) -> Iterator[Any]:
+def requirements(extra):
     """Yield the requirements of an extra, those of its own extras included."""
     for text in EXTRAS[extra]:
         found = packaging_requirements.Requirement(text)
@@ -43,7 +39,7 @@ def requirements(extra: str) -> Iterator[Any]:
             yield found
 
 
-def refused(extra: str, pins: dict[str, str]) -> list[str]:
+def refused(extra, pins):
     """Return the requirements of an extra that a wheel's pins do not meet."""
     major = pins["cuda"].partition(".")[0]
     versions = {PACKAGES[column][major]: pins[column] for column in PACKAGES if pins[column]}
@@ -51,7 +47,7 @@ def refused(extra: str, pins: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"torch {pins['torch']} cu{pins['cuda'].replace('.', '')}")
-def test_an_extra_admits_the_versions_that_pytorch_pins(pins: dict[str, str]) -> None:
+def test_an_extra_admits_the_versions_that_pytorch_pins(pins):
     """The extra is that of the major version in ``torch.version.cuda``; the other one conflicts."""
     major = pins["cuda"].partition(".")[0]
     assert refused(f"cuda{major}", pins) == refused(f"sparse{major}", pins) == []
@@ -60,5 +56,5 @@ def test_an_extra_admits_the_versions_that_pytorch_pins(pins: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("major", ["12", "13"])
-def test_every_package_of_an_extra_has_pins(major: str) -> None:
+def test_every_package_of_an_extra_has_pins(major):
     assert {x.name for x in requirements(f"sparse{major}")} == FREE | {found[major] for found in PACKAGES.values()}

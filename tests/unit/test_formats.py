@@ -1,7 +1,5 @@
 """Formats and element types against ml_dtypes, NumPy and the headers of DLPack and CUDA."""
 
-from __future__ import annotations
-
 import itertools
 
 import ml_dtypes
@@ -16,12 +14,12 @@ REAL_FLOATS = [d for d in DType if d.format is not None and not d.is_complex]
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def numpy_dtype(dtype: DType) -> np.dtype:
+def numpy_dtype(dtype):
     return np.dtype(getattr(ml_dtypes, dtype.label) if dtype.label in ML_DTYPES else dtype.label)
 
 
 @pytest.mark.parametrize("dtype", REAL_FLOATS, ids=str)
-def test_format_against_finfo(dtype: DType) -> None:
+def test_format_against_finfo(dtype):
     info = ml_dtypes.finfo(numpy_dtype(dtype))
     fmt = dtype.format
     assert fmt is not None
@@ -40,7 +38,7 @@ def test_format_against_finfo(dtype: DType) -> None:
     assert np.isnan(cast) != fmt.has_infinity
 
 
-def test_tf32_has_float16s_precision_and_float32s_range() -> None:
+def test_tf32_has_float16s_precision_and_float32s_range():
     tf32 = formats.TF32
     assert tf32.precision == 11 == formats.FLOAT16.precision
     assert (tf32.emin, tf32.emax) == (formats.FLOAT32.emin, formats.FLOAT32.emax)
@@ -51,7 +49,7 @@ def test_tf32_has_float16s_precision_and_float32s_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", DType, ids=str)
-def test_element_type_against_numpy(dtype: DType) -> None:
+def test_element_type_against_numpy(dtype):
     known = numpy_dtype(dtype)
     assert dtype.label == str(dtype) == known.name
     assert dtype.itemsize == known.itemsize == dtype.bits // 8
@@ -62,7 +60,7 @@ def test_element_type_against_numpy(dtype: DType) -> None:
         assert dtype.format is numpy_real(known).format
 
 
-def numpy_real(known: np.dtype) -> DType:
+def numpy_real(known):
     return dtype_from_name(np.zeros((), known).real.dtype.name)
 
 
@@ -83,7 +81,7 @@ def numpy_real(known: np.dtype) -> DType:
         ("float8_e5m2", (12, 8), 29),
     ],
 )
-def test_codes_of_the_headers(name: str, dlpack: tuple[int, int], cuda: int) -> None:
+def test_codes_of_the_headers(name, dlpack, cuda):
     dtype = dtype_from_name(name)
     assert dtype_from_dlpack(*dlpack) is dtype
     assert (dtype.dlpack_code, dtype.bits) == dlpack
@@ -91,7 +89,7 @@ def test_codes_of_the_headers(name: str, dlpack: tuple[int, int], cuda: int) -> 
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3", "int16", "bool", "", "Float32"])
-def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
+def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(DTypeError, match=f"dtype '{name}' is not supported") as caught:
         dtype_from_name(name)
     assert str(caught.value).endswith(operand_names())
@@ -99,7 +97,7 @@ def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("triple", [(1, 8), (2, 128), (3, 64), (6, 8), (2, 32, 4)])
-def test_an_unknown_dlpack_type_names_its_parts(triple: tuple[int, ...]) -> None:
+def test_an_unknown_dlpack_type_names_its_parts(triple):
     lanes = triple[2] if len(triple) == 3 else 1
     expected = rf"code {triple[0]}, bits {triple[1]}, lanes {lanes}\) is not supported"
     with pytest.raises(DTypeError, match=expected):
@@ -110,26 +108,26 @@ PROMOTED = [d for d in DType if d.format is not None and not d.is_float8]
 FLOATS = [d for d in DType if d.format is not None]
 
 
-def expected_promotion(a: DType, b: DType) -> DType:
+def expected_promotion(a, b):
     if {a, b} == {DType.BFLOAT16, DType.FLOAT16}:
         return DType.FLOAT32  # NumPy with ml_dtypes gives up on this pair; JAX and torch agree on it
     return dtype_from_name(np.promote_types(numpy_dtype(a), numpy_dtype(b)).name)
 
 
 @pytest.mark.parametrize(("a", "b"), [*itertools.product(PROMOTED, repeat=2)], ids=str)
-def test_promotion_of_floats_is_numpys(a: DType, b: DType) -> None:
+def test_promotion_of_floats_is_numpys(a, b):
     assert promote(a, b) is expected_promotion(a, b)
 
 
 @pytest.mark.parametrize("small", [DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2], ids=str)
-def test_float8_is_promoted_to_any_other_float(small: DType) -> None:
+def test_float8_is_promoted_to_any_other_float(small):
     for other in PROMOTED:
         assert promote(small, other) is promote(other, small) is other
     assert promote(DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2) is DType.BFLOAT16
 
 
 @pytest.mark.parametrize(("a", "b"), [*itertools.combinations_with_replacement(DType, 2)], ids=str)
-def test_operands_without_a_common_type(a: DType, b: DType) -> None:
+def test_operands_without_a_common_type(a, b):
     if a is b or (a in FLOATS and b in FLOATS):
         assert promote(a, b) is promote(b, a)
         assert a is not b or promote(a, b) is a

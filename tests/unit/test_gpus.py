@@ -1,11 +1,8 @@
 """Plans for GPUs that are not there, and the table of models behind them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from lowprec.backends.cuda import models
 from lowprec.core.arguments import described, spec_of
 from lowprec.modes import available_modes, row
 from lowprec.planning import GemmProblem, plan_gemm
-from lowprec.planning.gpus import MODELS, GpuModel, model_of, parse_model
+from lowprec.planning.gpus import MODELS, model_of, parse_model
 from support import machines
 from support.programs import run_python
 
@@ -35,7 +32,7 @@ PER_CLOCK = {
 
 
 @pytest.mark.parametrize("model", MODELS, ids=KEYS)
-def test_rates_are_those_of_the_units_and_dense(model: GpuModel) -> None:
+def test_rates_are_those_of_the_units_and_dense(model):
     """A rate with sparsity, or of sums in 16 bits, would be off by two."""
     fp32, float16 = PER_CLOCK[model.compute_capability]
     is_geforce = "GeForce" in model.name
@@ -53,7 +50,7 @@ def test_rates_are_those_of_the_units_and_dense(model: GpuModel) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=KEYS)
-def test_rates_of_the_formats_of_the_tensor_cores(model: GpuModel) -> None:
+def test_rates_of_the_formats_of_the_tensor_cores(model):
     from lowprec.planning.tensor_cores import tensor_cores_multiply
 
     for fmt in ("tf32", "bfloat16", "float16", "float8_e4m3fn", "int8"):
@@ -78,12 +75,12 @@ def test_rates_of_the_formats_of_the_tensor_cores(model: GpuModel) -> None:
         ("7.0", "v100"),
     ],
 )
-def test_a_model_has_many_names(name: str, key: str) -> None:
+def test_a_model_has_many_names(name, key):
     assert parse_model(name).key == key
 
 
 @pytest.mark.parametrize("name", ["h300", "", "nvidia", "cuda:0", "sm_61", "9", "9.00", None, 90, []])
-def test_an_unknown_model_lists_the_known_ones(name: Any) -> None:
+def test_an_unknown_model_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=r"choose one of: cpu, v100, t4, .*9\.0") as caught:
         lowprec.plan(SQUARE, SQUARE, device=name) if name is not None else parse_model(name)
     assert isinstance(caught.value, lowprec.LowprecError)
@@ -108,19 +105,19 @@ def test_an_unknown_model_lists_the_known_ones(name: Any) -> None:
         ("NVIDIA GeForce RTX 2080", None),
     ],
 )
-def test_a_present_gpu_is_known_by_its_driver_s_name(name: str, key: str | None) -> None:
+def test_a_present_gpu_is_known_by_its_driver_s_name(name, key):
     found = model_of(name)
     assert (found and found.key) == key
 
 
-def _found(**values: Any) -> Any:
+def _found(**values):
     """Properties of a GPU, as a driver reports them."""
     reported = {"index": 0, "name": "NVIDIA H200", "capability": (9, 0), "multiprocessors": 132}
     properties = type("Properties", (SimpleNamespace,), {"__hash__": object.__hash__})
     return properties(**{**reported, "clock_khz": 1_980_000, **values})
 
 
-def test_the_rates_of_a_present_gpu_follow_its_clock_and_size() -> None:
+def test_the_rates_of_a_present_gpu_follow_its_clock_and_size():
     published = parse_model("h200").peak_tflops
     assert dict(models.present(_found()).peak_tflops) == pytest.approx(published)
     card = dict(models.present(_found(name="NVIDIA H100 PCIe", multiprocessors=114, clock_khz=1_755_000)).peak_tflops)
@@ -138,7 +135,7 @@ def test_the_rates_of_a_present_gpu_follow_its_clock_and_size() -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
-def test_a_prediction_is_the_plan_of_the_device(mode: str) -> None:
+def test_a_prediction_is_the_plan_of_the_device(mode):
     spec = spec_of(described(SQUARE))
     there = plan_gemm(GemmProblem(spec, spec), machines.gpu((9, 0)), lowprec.MathMode(mode))
     made = lowprec.plan(SQUARE, SQUARE, math_mode=mode, device="h200")
@@ -151,7 +148,7 @@ def test_a_prediction_is_the_plan_of_the_device(mode: str) -> None:
     assert made.algorithm == ()
 
 
-def test_the_roofline_by_hand() -> None:
+def test_the_roofline_by_hand():
     made = lowprec.plan(SQUARE, SQUARE, device="h200").roofline
     assert made is not None
     assert made.arithmetic == pytest.approx(2 * 4096**3 / 67e12)
@@ -160,7 +157,7 @@ def test_the_roofline_by_hand() -> None:
     assert made.units == "float32 without tensor cores"
 
 
-def test_the_roofline_of_operands_that_are_rewritten() -> None:
+def test_the_roofline_of_operands_that_are_rewritten():
     made = lowprec.plan(SQUARE, SQUARE, math_mode="bf16", device="h200").roofline
     assert made is not None
     assert made.arithmetic == pytest.approx(2 * 4096**3 / 989.5e12)
@@ -174,14 +171,14 @@ def test_the_roofline_of_operands_that_are_rewritten() -> None:
     assert staged.rewriting == pytest.approx(5 * BYTES / 4.8e12)
 
 
-def test_the_roofline_of_a_product_that_memory_bounds() -> None:
+def test_the_roofline_of_a_product_that_memory_bounds():
     vector = lowprec.ShapeDtype((4096,), "float32")
     made = lowprec.plan(SQUARE, vector, device="l4").roofline
     assert made is not None
     assert made.seconds == made.memory == pytest.approx((BYTES + 2 * 4096 * 4) / 300e9)
 
 
-def test_numbers_that_no_tensor_core_multiplies_are_those_of_fp32_units() -> None:
+def test_numbers_that_no_tensor_core_multiplies_are_those_of_fp32_units():
     """On a V100 neither bfloat16 nor TF32."""
     half = lowprec.ShapeDtype((4096, 4096), "bfloat16")
     for made in (
@@ -195,22 +192,22 @@ def test_numbers_that_no_tensor_core_multiplies_are_those_of_fp32_units() -> Non
     assert lowprec.plan(bytes_, bytes_, device="v100").roofline is None
 
 
-def test_float8_is_widened_where_tensor_cores_do_not_multiply_it() -> None:
+def test_float8_is_widened_where_tensor_cores_do_not_multiply_it():
     tiny = lowprec.ShapeDtype((16, 16), "float8_e4m3fn")
     found = {device: lowprec.plan(tiny, tiny, device=device).compute_dtype.label for device in ("l4", "a100", "cpu")}
     assert found == {"l4": "float8_e4m3fn", "a100": "bfloat16", "cpu": "bfloat16"}
 
 
-def test_rtol_takes_a_mode_of_the_device() -> None:
+def test_rtol_takes_a_mode_of_the_device():
     found = {key: str(lowprec.plan(SQUARE, SQUARE, rtol=1e-2, device=key).mode) for key in ("t4", "h200")}
     # Turing's tensor cores have no bfloat16; on Hopper float16 costs a staged result more.
     assert found == {"t4": "fp16", "h200": "bf16"}
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
-def test_arrays_of_any_library_in_host_memory(library: str) -> None:
+def test_arrays_of_any_library_in_host_memory(library):
     x = np.ones((24, 8), np.float32)
-    made: Any = x
+    made = x
     if library != "numpy":
         module = pytest.importorskip(library, reason=f"{library} is not installed")
         made = module.tensor(x) if library == "torch" else module.numpy.asarray(x)
@@ -222,7 +219,7 @@ def test_arrays_of_any_library_in_host_memory(library: str) -> None:
 
 
 @pytest.mark.parametrize("shapes", [((0, 4), (4, 3)), ((3, 0), (0, 4)), ((2, 0, 4), (4, 3))])
-def test_empty_products(shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_empty_products(shapes):
     a, b = (lowprec.ShapeDtype(shape, "float32") for shape in shapes)
     made = lowprec.plan(a, b, math_mode="fp16", device="h200")
     assert made.roofline is None
@@ -231,7 +228,7 @@ def test_empty_products(shapes: tuple[tuple[int, ...], ...]) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_predictions_read_well_and_are_json(key: str) -> None:
+def test_predictions_read_well_and_are_json(key):
     shapes = ((3, 100, 70), (3, 70, 50))
     for mode in available_modes():
         for dtype in ("float32", "complex64", "float64", "float16", "int8"):
@@ -249,7 +246,7 @@ def test_predictions_read_well_and_are_json(key: str) -> None:
                 assert parts > 0
 
 
-def test_no_cuda_package_is_needed() -> None:
+def test_no_cuda_package_is_needed():
     code = """
         import sys
         for name in ('nvmath', 'cuda', 'torch', 'cupy'): sys.modules[name] = None
@@ -260,7 +257,7 @@ def test_no_cuda_package_is_needed() -> None:
     assert run_python(code) == "NVIDIA H200 SXM"
 
 
-def test_a_plan_of_one_device_is_not_that_of_another() -> None:
+def test_a_plan_of_one_device_is_not_that_of_another():
     made = {key: lowprec.plan(SQUARE, SQUARE, device=key) for key in KEYS}
     assert len({plan.roofline.seconds for plan in made.values() if plan.roofline}) > 8
     changed = dataclasses.replace(made["h200"].capabilities, bytes_per_second=1e9)
@@ -269,7 +266,7 @@ def test_a_plan_of_one_device_is_not_that_of_another() -> None:
     assert slow.seconds == pytest.approx(3 * BYTES / 1e9)
 
 
-def test_the_cpu_is_a_device() -> None:
+def test_the_cpu_is_a_device():
     assert lowprec.plan(SQUARE, SQUARE, math_mode="bf16", device="cpu") == lowprec.plan(
         SQUARE, SQUARE, math_mode="bf16"
     )

@@ -1,9 +1,6 @@
 """Exceptions that a signal handler raises while a block is entered or left."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,6 @@ from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math
 from lowprec.policy.protocol import Tier
 from support import interrupts, synthetic_library
 from support.interrupts import Late
-from support.synthetic_library import Library
 
 #: The code of the libraries below counts as the policy's.
 FILES = (__file__, synthetic_library.__file__)
@@ -21,19 +17,17 @@ FILES = (__file__, synthetic_library.__file__)
 @pytest.mark.filterwarnings("ignore::lowprec.errors.LowprecWarning")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Late])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_exception_arrives_and_the_next_block_is_right(
-    register: Any, error: type[BaseException], fails: bool
-) -> None:
-    libraries: list[Library] = [register("process"), register("thread", tier=Tier.THREAD)]
+def test_the_exception_arrives_and_the_next_block_is_right(register, error, fails):
+    libraries = [register("process"), register("thread", tier=Tier.THREAD)]
     failure = {"have set_mode": OSError("no driver")} if fails else {}
     environment.snapshot()
 
-    def nested() -> None:
+    def nested():
         libraries[0].fails.update(failure)
         with math_mode("tf32", frameworks=True), fp32_guard():
             pass
 
-    def check() -> None:
+    def check():
         libraries[0].fails.clear()
         assert all(library.is_as_before for library in libraries)
         assert not entries.holds
@@ -47,7 +41,7 @@ def test_the_exception_arrives_and_the_next_block_is_right(
     assert interrupts.count(nested, check, error, also=FILES) > 20
 
 
-def test_an_interrupted_entry_is_undone(register: Any) -> None:
+def test_an_interrupted_entry_is_undone(register):
     library = register()
     for error in interrupts.interrupted(lambda: fp32_guard().__enter__(), Late, also=FILES):
         assert type(error) is Late
@@ -56,12 +50,12 @@ def test_an_interrupted_entry_is_undone(register: Any) -> None:
     assert interrupts.leave() == 1  # of the call without an interrupt
 
 
-def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch):
     """It runs in the thread that reads; both get the same values."""
     environment.refresh()
     read, snapshots = environment._read, []
 
-    def interrupted() -> environment.EnvironmentSnapshot:
+    def interrupted():
         monkeypatch.setattr(environment, "_read", read)
         snapshots.append(environment.snapshot())
         return read()

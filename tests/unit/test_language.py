@@ -1,7 +1,5 @@
 """Words that make a reader stop: the package, the documentation and the changelog do without them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -31,10 +29,10 @@ WORDS = re.compile(
 )
 
 #: File and text of the uses that are right: other meanings, and questions.
-ALLOWED: set[tuple[str, str]] = set()
+ALLOWED = set()
 
 
-def findings(text: str) -> list[str]:
+def findings(text):
     """Return the words of a text that have a plainer substitute."""
     return [match.group() for line in text.splitlines() for match in WORDS.finditer(line.strip(" #:*|-\"'`"))]
 
@@ -43,23 +41,23 @@ def findings(text: str) -> list[str]:
     "text",
     ["The plan tells the mode.", "as cuBLASLt was told", "Nobody waits for it.", "of what is left", "What a call has"],
 )
-def test_words_are_found(text: str) -> None:
+def test_words_are_found(text):
     assert findings(text)
 
 
 @pytest.mark.parametrize("text", ["The plan shows the mode.", "somewhat slower", "the understanding of a row"])
-def test_plain_text_passes(text: str) -> None:
+def test_plain_text_passes(text):
     assert not findings(text)
 
 
-def test_the_names_of_tests_are_plain() -> None:
+def test_the_names_of_tests_are_plain():
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     names = [name.replace("_", " ") for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)]
     assert len(names) > 1000
     assert {word for name in names for word in findings(name)} == set()
 
 
-def test_the_language_is_plain() -> None:
+def test_the_language_is_plain():
     found = {
         (path.relative_to(ROOT).as_posix(), word.strip().lower())
         for path in FILES

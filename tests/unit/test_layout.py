@@ -1,7 +1,5 @@
 """Shapes and strides of a product, against NumPy's own rules."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,22 +8,22 @@ from numpy.lib.stride_tricks import as_strided
 
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
-from lowprec.planning.layout import MatrixStack, OperandSpec, gemm_layout
+from lowprec.planning.layout import OperandSpec, gemm_layout
 
 extents = st.integers(0, 3)
 shapes = st.lists(extents, max_size=4).map(tuple)
 
 
-def spec(x: np.ndarray) -> OperandSpec:
+def spec(x):
     strides = tuple(s // x.itemsize for s in x.strides)
     return OperandSpec(DType.FLOAT32, x.shape, strides)
 
 
-def numbered(*shape: int) -> np.ndarray:
+def numbered(*shape):
     return np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
 
-def read(storage: np.ndarray, start: np.ndarray, o: MatrixStack, batch: tuple[int, ...]) -> np.ndarray:
+def read(storage, start, o, batch):
     """The matrices that a layout describes, read out of the operand's memory."""
     offset = (start.ctypes.data - storage.ctypes.data) // 4
     index = np.full((*batch, o.rows, o.cols), offset)
@@ -53,7 +51,7 @@ def operand_views(draw):
     m, n, k = (draw(st.integers(1, 4)) for _ in range(3))
     batch = draw(st.lists(st.integers(1, 3), max_size=2).map(tuple))
 
-    def view(rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
+    def view(rows, cols):
         own = batch[draw(st.integers(0, len(batch))) :]
         shape = (*(draw(st.sampled_from([x, 1])) for x in own), rows, cols)
         transposed = draw(st.booleans())

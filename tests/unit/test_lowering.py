@@ -1,8 +1,5 @@
 """Calls of cuBLASLt that plans become; their results are those of `cuda_backend/test_products.py`."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,9 +9,8 @@ from hypothesis import strategies as st
 
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, plan_gemm
+from lowprec.planning import Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
 from lowprec.planning.cublaslt import lowering
-from lowprec.planning.cublaslt.calls import CublasLtCall
 from lowprec.planning.cublaslt.lowering import lower, split_batches
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
@@ -23,18 +19,18 @@ from support.machines import gpu
 GPU, VOLTA = gpu((9, 0)), gpu((7, 0), 4 << 20)
 
 
-def contiguous(shape: tuple[int, ...], dtype: DType) -> OperandSpec:
+def contiguous(shape, dtype):
     return OperandSpec.contiguous(dtype, shape)
 
 
-def lowered(a: OperandSpec, b: OperandSpec, mode: MathMode = MathMode.FP32, **more: Any) -> CublasLtCall:
+def lowered(a, b, mode=MathMode.FP32, **more):
     """Return the call of a product on a GPU."""
     call = plan_gemm(GemmProblem(a, b, **more), GPU, mode).call
     assert call is not None
     return call
 
 
-def untouched(call: CublasLtCall) -> bool:
+def untouched(call):
     """Whether the arrays are read and written in place."""
     return call.pack_a is call.pack_b is None and not call.staged
 
@@ -42,7 +38,7 @@ def untouched(call: CublasLtCall) -> bool:
 # -- what is decided ------------------------------------------------------------------------------
 
 
-def test_plain_arrays_are_one_call_as_they_are() -> None:
+def test_plain_arrays_are_one_call_as_they_are():
     for batch in ((), (4,), (2, 3)):
         a, b = (contiguous((*batch, 8, 16), DType.FLOAT32), contiguous((*batch, 16, 24), DType.FLOAT32))
         call = lowered(a, b, MathMode.TF32)
@@ -52,7 +48,7 @@ def test_plain_arrays_are_one_call_as_they_are() -> None:
         assert call.swapped
 
 
-def test_transposed_operands_are_transposed_by_the_call() -> None:
+def test_transposed_operands_are_transposed_by_the_call():
     a = OperandSpec(DType.FLOAT32, (8, 16), (1, 8))
     b = OperandSpec(DType.FLOAT32, (16, 24), (1, 16))
     call = lowered(a, b, MathMode.FP32)
@@ -65,7 +61,7 @@ def test_transposed_operands_are_transposed_by_the_call() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 64])
-def test_one_column_is_a_column_of_the_call(k: int) -> None:
+def test_one_column_is_a_column_of_the_call(k):
     """Row-major it would have a leading dimension of 1, and no pointer would count as aligned."""
     a, b = contiguous((32, k), DType.FLOAT16), contiguous((k, 1), DType.FLOAT16)
     call = lowered(a, b)
@@ -74,14 +70,14 @@ def test_one_column_is_a_column_of_the_call(k: int) -> None:
     assert (call.second.rows, call.second.leading_dimension) == (k, k)
 
 
-def test_a_batch_without_one_step_is_walked_by_several_calls() -> None:
+def test_a_batch_without_one_step_is_walked_by_several_calls():
     a = OperandSpec(DType.FLOAT32, (2, 3, 4, 5), (5, 40, 10, 1))
     b = contiguous((2, 3, 5, 6), DType.FLOAT32)
     call = lowered(a, b, MathMode.FP32)
     assert (call.batch_count, len(call.offsets)) == (3, 2)
 
 
-def test_int8_is_read_with_the_inner_dimension_contiguous() -> None:
+def test_int8_is_read_with_the_inner_dimension_contiguous():
     a, b = contiguous((32, 64), DType.INT8), contiguous((64, 48), DType.INT8)
     call = lowered(a, b, MathMode.FP32)
     assert call.pack_a is None
@@ -93,7 +89,7 @@ def test_int8_is_read_with_the_inner_dimension_contiguous() -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.INT8, DType.FLOAT8_E4M3FN])
-def test_odd_extents_of_8_bit_types_are_padded(dtype: DType) -> None:
+def test_odd_extents_of_8_bit_types_are_padded(dtype):
     call = lowered(contiguous((5, 33), dtype), contiguous((33, 7), dtype), MathMode.FP32)
     for x in (call.first, call.second):
         assert x.rows % 16 == x.leading_dimension % 16 == 0
@@ -101,7 +97,7 @@ def test_odd_extents_of_8_bit_types_are_padded(dtype: DType) -> None:
     assert ReasonKind.PADDED_COLUMNS in {reason.kind for reason in call.staged}
 
 
-def test_float16_scales_rows_of_a_and_columns_of_b() -> None:
+def test_float16_scales_rows_of_a_and_columns_of_b():
     a, b = contiguous((8, 16), DType.FLOAT32), contiguous((16, 24), DType.FLOAT32)
     call = lowered(a, b, MathMode.FP16)
     assert call.pack_a is not None
@@ -114,7 +110,7 @@ def test_float16_scales_rows_of_a_and_columns_of_b() -> None:
     assert call.pack_a is None
 
 
-def test_complex_numbers_become_one_real_product() -> None:
+def test_complex_numbers_become_one_real_product():
     a, b = contiguous((8, 16), DType.COMPLEX64), contiguous((16, 24), DType.COMPLEX64)
     call = lowered(a, b, MathMode.BF16)
     assert (call.first.rows, call.first.cols) == (32, 48)
@@ -135,7 +131,7 @@ EPILOGUES = [
 
 
 @pytest.mark.parametrize(("wanted", "epilogue", "fused"), EPILOGUES)
-def test_epilogues_are_fused_where_cublaslt_has_them(wanted: dict[str, Any], epilogue: str, fused: bool) -> None:
+def test_epilogues_are_fused_where_cublaslt_has_them(wanted, epilogue, fused):
     a = contiguous((8, 16), DType.BFLOAT16)
     b = OperandSpec.contiguous(DType.BFLOAT16, (16, 24))
     bias = wanted.get("bias") and OperandSpec(wanted["bias"], (24,), (wanted.get("bias_stride", 1),))
@@ -145,7 +141,7 @@ def test_epilogues_are_fused_where_cublaslt_has_them(wanted: dict[str, Any], epi
     assert (call.c is not None) is (c is not None and fused)
 
 
-def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused() -> None:
+def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused():
     a, b, bias = (OperandSpec.contiguous(DType.FLOAT32, shape) for shape in ((8, 16), (16, 24), (24,)))
     out = OperandSpec(DType.FLOAT32, (8, 24), (1, 8))
     call = lowered(a, b, out=out, bias=bias)
@@ -153,7 +149,7 @@ def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused() -> None:
     assert call.epilogue == "DEFAULT"
 
 
-def test_misaligned_8_bit_operands_are_packed() -> None:
+def test_misaligned_8_bit_operands_are_packed():
     a, b = OperandSpec.contiguous(DType.INT8, (32, 64)), OperandSpec(DType.INT8, (64, 48), (1, 64))
     plan = plan_gemm(GemmProblem(a, b), GPU, MathMode.FP32)
     for aligned in (True, False):
@@ -164,7 +160,7 @@ def test_misaligned_8_bit_operands_are_packed() -> None:
 # -- float8 ---------------------------------------------------------------------------------------
 
 
-def test_float8_is_widened_without_units_for_the_pair() -> None:
+def test_float8_is_widened_without_units_for_the_pair():
     e4m3 = OperandSpec.contiguous(DType.FLOAT8_E4M3FN, (16, 16))
     e5m2 = OperandSpec.contiguous(DType.FLOAT8_E5M2, (16, 16))
     bfloat16 = OperandSpec.contiguous(DType.BFLOAT16, (16, 16))
@@ -189,7 +185,7 @@ def test_float8_is_widened_without_units_for_the_pair() -> None:
     st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4), min_size=1, max_size=3),
     st.sampled_from([1, 2, 3, 7, lowering.MOST_MATRICES]),
 )
-def test_split_batches_contains_every_matrix_once(shape: tuple[int, ...], rows: list[list[int]], most: int) -> None:
+def test_split_batches_contains_every_matrix_once(shape, rows, most):
     stacks = [tuple(row[: len(shape)]) for row in rows]
     with mock.patch.object(lowering, "MOST_MATRICES", most):
         batch_strides, runs = split_batches(shape, stacks)
@@ -211,13 +207,13 @@ def test_split_batches_contains_every_matrix_once(shape: tuple[int, ...], rows: 
 @pytest.mark.parametrize(
     ("count", "calls"), [(65535, [(65535, 1)]), (65536, [(32768, 2)]), (65537, [(32769, 1), (32768, 1)])]
 )
-def test_a_call_has_at_most_65535_matrices(count: int, calls: list[tuple[int, int]]) -> None:
+def test_a_call_has_at_most_65535_matrices(count, calls):
     a, b = contiguous((count, 2, 4), DType.FLOAT32), contiguous((count, 4, 4), DType.FLOAT32)
     call = lowered(a, b)
     assert [(part.batch_count, len(part.offsets)) for part in call.parts] == calls
 
 
-def test_tensor_cores_of_each_generation() -> None:
+def test_tensor_cores_of_each_generation():
     # By hand, from the model: (g + 1) 2^(24 - F) + 2 units per group of g products.
     assert roundings(16, "float16", (9, 0)) == 11  # 17/2 + 2, rounded up
     assert roundings(8, "float16", (8, 0)) == 11  # 9 + 2
@@ -232,11 +228,11 @@ def test_tensor_cores_of_each_generation() -> None:
     assert roundings(100, "tf32", (7, 0)) == 100  # no such units: FP32
 
 
-def test_bounds_on_a_gpu() -> None:
+def test_bounds_on_a_gpu():
     a = OperandSpec.contiguous(DType.FLOAT32, (64, 4096))
     b = OperandSpec.contiguous(DType.FLOAT32, (4096, 64))
 
-    def bound(mode: MathMode, able: Capabilities = GPU) -> Any:
+    def bound(mode, able=GPU):
         return plan_gemm(GemmProblem(a, b), able, mode).bound
 
     assert bound(MathMode.FP32).relative == pytest.approx(4096 * 2**-24, rel=1e-3)

@@ -1,7 +1,5 @@
 """The mode table against the design, and the names that lead into it."""
 
-from __future__ import annotations
-
 import pytest
 
 from lowprec import formats
@@ -38,7 +36,7 @@ DESIGN = {
 }
 
 
-def test_the_table_is_the_design_s() -> None:
+def test_the_table_is_the_design_s():
     assert [r.mode.value for r in TABLE] == list(DESIGN) == [m.value for m in MathMode]
     for r in TABLE:
         compute = compute_words(r.compute_type, r.data)
@@ -46,26 +44,26 @@ def test_the_table_is_the_design_s() -> None:
         assert found == DESIGN[r.mode.value], r.mode
 
 
-def test_the_smallest_products_are_summed_first() -> None:
+def test_the_smallest_products_are_summed_first():
     assert row(MathMode.BF16X3).pairs == ((0, 1), (1, 0), (0, 0))
     orders = [i + j for i, j in row(MathMode.BF16X9).pairs]
     assert orders == [4, 3, 3, 2, 2, 2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("mode", MathMode)
-def test_a_mode_is_its_name(mode: MathMode) -> None:
+def test_a_mode_is_its_name(mode):
     assert str(mode) == f"{mode}" == mode.value == mode
     assert hash(mode) == hash(mode.value)
     assert {mode.value: 1}[mode] == 1
 
 
 @pytest.mark.parametrize("mode", available_modes())
-def test_names_in_any_case_and_presets(mode: MathMode) -> None:
+def test_names_in_any_case_and_presets(mode):
     names = [mode, mode.value, mode.value.upper(), f" {mode.value}\n", row(mode).jax_preset]
     assert {parse_mode(name) for name in names if name is not None} == {mode}
 
 
-def test_aliases_are_the_presets_and_words_of_other_libraries() -> None:
+def test_aliases_are_the_presets_and_words_of_other_libraries():
     """PyTorch's and JAX's words; none hides a mode."""
     words = {
         "fp32": "default float32 highest ieee", "fp32_pedantic": "pedantic", "fp64": "float64", "fp16": "float16",
@@ -79,14 +77,14 @@ def test_aliases_are_the_presets_and_words_of_other_libraries() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp23", "", "tf-32", 32, None, 1.5])
-def test_an_unknown_name_lists_the_known_ones(name: object) -> None:
+def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ModeError, match=r"what it is .* is not a math mode; choose one of: ") as e:
-        parse_mode(name, what="what it is")  # type: ignore[arg-type]
+        parse_mode(name, what="what it is")
     assert repr(name) in str(e.value)
     assert mode_names() in str(e.value)
 
 
-def test_a_misspelt_name_has_a_suggestion() -> None:
+def test_a_misspelt_name_has_a_suggestion():
     for name, meant in (("bf61", "bf16"), ("TF23", "tf32"), ("hgih", "high")):
         with pytest.raises(ModeError, match=f"; did you mean {meant!r}\\?$"):
             parse_mode(name)

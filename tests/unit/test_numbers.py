@@ -1,13 +1,9 @@
 """Numbers and names that no product can take: each is refused in the package's own words, however it is written."""
 
-from __future__ import annotations
-
 import math
 import os
-from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +16,12 @@ from lowprec.policy import environment
 X = np.ones((3, 3), np.float32)
 CALLS = pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan, lowprec.autotune])
 TWO = pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan])
-Call = Callable[..., Any]
 
 
 class Unshowable:
     """Something of a caller's that has no text."""
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise ValueError("no text")
 
 
@@ -43,7 +38,7 @@ huge = pytest.mark.parametrize("kind", HUGE)
 @CALLS
 @huge
 @pytest.mark.parametrize("name", ["alpha", "beta", "scale_a", "scale_b"])
-def test_a_factor_beyond_float64(call: Call, kind: str, name: str) -> None:
+def test_a_factor_beyond_float64(call, kind, name):
     if kind == "a long double" and np.finfo(np.longdouble).maxexp <= 2000:
         pytest.skip("long double is double here")
     given = {name: HUGE[kind], **({"c": X} if name == "beta" else {})}
@@ -52,7 +47,7 @@ def test_a_factor_beyond_float64(call: Call, kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
-def test_a_complex_factor_beyond_float64(name: str) -> None:
+def test_a_complex_factor_beyond_float64(name):
     x = X.astype(np.complex64)
     with pytest.raises(lowprec.UnsupportedError, match=f"{name} is .*exceeds float64"):
         lowprec.matmul(x, x, c=x, **{name: np.clongdouble(1j) * np.longdouble(2.0) ** 2000})
@@ -60,13 +55,13 @@ def test_a_complex_factor_beyond_float64(name: str) -> None:
 
 @CALLS
 @pytest.mark.parametrize("value", ["1", [1.0], X, Decimal(2), Unshowable()], ids=lambda v: type(v).__name__)
-def test_a_factor_that_is_no_number(call: Call, value: Any) -> None:
+def test_a_factor_that_is_no_number(call, value):
     with pytest.raises(lowprec.DTypeError, match=f"alpha must be a number, got {type(value).__name__}"):
         call(X, X, alpha=value)
 
 
 @pytest.mark.parametrize("value", [2, True, Fraction(1, 2), np.float32(0.5), np.longdouble(3), np.int8(-4)], ids=repr)
-def test_any_number_is_a_factor(value: Any) -> None:
+def test_any_number_is_a_factor(value):
     np.testing.assert_array_equal(lowprec.matmul(X, X, alpha=value), 3 * float(value) * X)
 
 
@@ -74,14 +69,14 @@ def test_any_number_is_a_factor(value: Any) -> None:
 @pytest.mark.parametrize(
     "rtol", [*HUGE.values(), Fraction(1, 10**400), math.nan, 0, -1.0, True, "1", Unshowable()], ids=quoted
 )  # fmt: skip
-def test_an_rtol_that_is_no_tolerance(call: Call, rtol: Any) -> None:
+def test_an_rtol_that_is_no_tolerance(call, rtol):
     with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number, got"):
         call(X, X, rtol=rtol)
 
 
 @CALLS
 @pytest.mark.parametrize("value", [10**5000, Unshowable(), "x" * 10_000, ["relu"]], ids=quoted)
-def test_names_that_are_none(call: Call, value: Any) -> None:
+def test_names_that_are_none(call, value):
     for name, error in (
         ("activation", lowprec.UnsupportedError),
         ("math_mode", lowprec.ModeError),
@@ -94,7 +89,7 @@ def test_names_that_are_none(call: Call, value: Any) -> None:
 
 @CALLS
 @pytest.mark.parametrize("operands", [(None, None), (X, None), (None, X), (5, X), (X, "x"), (X, X.tolist())])
-def test_operands_that_are_no_arrays(call: Call, operands: tuple[Any, Any]) -> None:
+def test_operands_that_are_no_arrays(call, operands):
     with pytest.raises(lowprec.ArrayError, match="expected an array"):
         call(*operands)
 
@@ -104,10 +99,10 @@ STRANGE = [np.dtypes.StringDType(), "O", "U3", "S3", "M8[s]", "m8[s]", "V4", "?"
 
 @CALLS
 @pytest.mark.parametrize("dtype", STRANGE, ids=str)
-def test_element_types_that_are_none(call: Call, dtype: Any) -> None:
+def test_element_types_that_are_none(call, dtype):
     strange = np.zeros((3, 3), dtype)
     for arguments in ({"a": strange}, {"b": strange}, {"out": strange}, {"bias": strange[0]}):
-        given: dict[str, Any] = {"a": X, "b": X, **arguments}
+        given = {"a": X, "b": X, **arguments}
         with pytest.raises(lowprec.DTypeError, match="supported"):
             call(given.pop("a"), given.pop("b"), **given)
     with pytest.raises(lowprec.DTypeError, match="is not supported"):
@@ -117,14 +112,14 @@ def test_element_types_that_are_none(call: Call, dtype: Any) -> None:
 @pytest.mark.parametrize(
     "shape", [5, None, 2.5, "ab", (3, -1), (3, 2.5), (3, None), (3, 10**400), (3, -(10**5000)), (2**63,)], ids=quoted
 )
-def test_shapes_that_are_none(shape: Any) -> None:
+def test_shapes_that_are_none(shape):
     with pytest.raises(lowprec.ShapeError, match="shape must hold non-negative integers"):
         lowprec.ShapeDtype(shape, "float32")
     with pytest.raises(lowprec.ShapeError, match="shape must hold non-negative integers"):
         lowprec.plan((shape, "float32"), X)
 
 
-def test_a_plan_of_the_largest_shapes_can_be_read() -> None:
+def test_a_plan_of_the_largest_shapes_can_be_read():
     n = 2**29
     for dtype in ("float32", "complex128", "float16"):
         described = lowprec.ShapeDtype((n, n), dtype)
@@ -144,7 +139,7 @@ def test_a_plan_of_the_largest_shapes_can_be_read() -> None:
     ],
     ids=quoted,
 )  # fmt: skip
-def test_a_number_of_threads(text: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_threads(text, limit, monkeypatch):
     monkeypatch.setenv("MKL_NUM_THREADS", text)
     monkeypatch.setattr(threads, "_limits", threads._Limits())  # reads it now, not after a second
     assert environment.thread_limit() == limit
@@ -156,7 +151,7 @@ def test_a_number_of_threads(text: str, limit: int | None, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
 @pytest.mark.parametrize("name", ["alpha", "beta"])
-def test_a_factor_beyond_float32(name: str, dtype: str) -> None:
+def test_a_factor_beyond_float32(name, dtype):
     x = X.astype(dtype)
     given = {"c": x} if name == "beta" else {}
     lowprec.matmul(x, x, **given, **{name: 2.0})  # with the same plan but for the factor
@@ -170,7 +165,7 @@ def test_a_factor_beyond_float32(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16x3"])
 @pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((4,), (4, 5)), ((2, 3, 4), (4,))])
-def test_a_product_times_zero_is_not_read(mode: str, shapes: tuple[Any, Any]) -> None:
+def test_a_product_times_zero_is_not_read(mode, shapes):
     """As BLAS specifies: with alpha = 0, NaN in the operands has no effect."""
     a, b = (np.full(shape, np.nan, np.float32) for shape in shapes)
     shape = np.matmul(a, b).shape

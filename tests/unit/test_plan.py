@@ -1,7 +1,5 @@
 """Plans: what each problem becomes, what is refused, and how a plan prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
@@ -22,15 +20,15 @@ C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
 NEON = Capabilities("cpu", "a CPU with NEON", kernels_of("aarch64"), frozenset({"fp32_neon", "bf16_neon", "int8_neon"}))
 
 
-def array(dtype: DType, *shape: int) -> OperandSpec:
+def array(dtype, *shape):
     return OperandSpec.contiguous(dtype, shape)
 
 
-def problem(a: DType, b: DType | None = None, size: int = 512, **kwargs) -> GemmProblem:
+def problem(a, b=None, size=512, **kwargs):
     return GemmProblem(array(a, size, size), array(b or a, size, size), **kwargs)
 
 
-def plan(p: GemmProblem, mode: MathMode = MathMode.FP32, capabilities: Capabilities = BARE):
+def plan(p, mode=MathMode.FP32, capabilities=BARE):
     return plan_gemm(p, capabilities, mode)
 
 
@@ -322,7 +320,7 @@ def test_an_infinite_bound_is_null_in_json():
     assert made.to_dict()["bound"]["relative"] is None
 
 
-def test_a_plan_prints_as_a_table(monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_prints_as_a_table(monkeypatch):
     a = array(F32, 8, 512, 1001)
     b = OperandSpec(F32, (1001, 256), (1, 1001))
     p = GemmProblem(a, b, bias=array(F32, 256), activation=Activation.RELU)

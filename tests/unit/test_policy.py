@@ -1,7 +1,5 @@
 """Which mode is in force: the order of precedence."""
 
-from __future__ import annotations
-
 import random
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -44,7 +42,7 @@ class Settings(NamedTuple):
     tf32: str | None = None
     guard_variable: str | None = None
 
-    def resolve(self, monkeypatch: pytest.MonkeyPatch) -> ResolvedMode:
+    def resolve(self, monkeypatch):
         variables = {
             "LOWPREC_FORCE_MATH_MODE": self.force,
             "LOWPREC_MATH_MODE": self.variable,
@@ -63,7 +61,7 @@ class Settings(NamedTuple):
             return resolve(self.argument)
 
 
-def expected(s: Settings) -> tuple[MathMode, ModeSource, MathMode | None]:
+def expected(s):
     """Return the mode and its source, and the first mode that is overruled."""
     levels = {
         S.FORCED: s.force, S.ARGUMENT: s.argument, S.CONTEXT: s.context, S.PROCESS: s.process,
@@ -81,7 +79,7 @@ def expected(s: Settings) -> tuple[MathMode, ModeSource, MathMode | None]:
     return mode, source, next((x for x in requests if x not in (None, mode)), None)
 
 
-def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence(monkeypatch):
     rng = random.Random(0)
     for _ in range(4000):
         names = [rng.choice((*[None] * 4, *(m.value for m in PLAIN_MODES))) for _ in range(5)]
@@ -122,11 +120,11 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_reasons(settings: Settings, reasons: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons(settings, reasons, monkeypatch):
     assert settings.resolve(monkeypatch).reasons == reasons
 
 
-def test_the_same_question_gets_the_same_object() -> None:
+def test_the_same_question_gets_the_same_object():
     assert resolve("tf32") is resolve("tf32")
     assert resolve("tf32") is resolve(MathMode.TF32) is resolve("HIGH")
     before = resolve()
@@ -137,17 +135,17 @@ def test_the_same_question_gets_the_same_object() -> None:
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_wrong_argument_is_an_error_even_where_it_is_overruled(guarded: bool) -> None:
+def test_a_wrong_argument_is_an_error_even_where_it_is_overruled(guarded):
     with ExitStack() as stack:
         if guarded:
             stack.enter_context(fp32_guard())
         with pytest.raises(ModeError, match="'fp23' is not a math mode; choose one of: fp32,"):
             resolve("fp23")
         with pytest.raises(ModeError, match=r"\['tf32'\] is not a math mode"):
-            resolve(["tf32"])  # type: ignore[arg-type]
+            resolve(["tf32"])
 
 
-def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch):
     monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
     environment.refresh()
     uses = (resolve, get_math_mode, overriding_mode, lambda: restrict(BF16, S.RTOL))
@@ -174,9 +172,7 @@ def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch: pytest.MonkeyPat
         (Settings(guard=True, context="fp32_pedantic", variable="fp32_pedantic"), FP32, S.GUARD),
     ],
 )
-def test_overriding_mode(
-    settings: Settings, mode: MathMode | None, source: ModeSource | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overriding_mode(settings, mode, source, monkeypatch):
     # `resolve` is called with everything in place; here the question is asked at the same point.
     monkeypatch.setattr(f"{__name__}.resolve", lambda argument: overriding_mode())
     found = settings.resolve(monkeypatch)
@@ -184,7 +180,7 @@ def test_overriding_mode(
     assert (found and found.source) is source
 
 
-def test_restrict_applies_overrides_to_a_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restrict_applies_overrides_to_a_chosen_mode(monkeypatch):
     with math_mode("bf16"):
         assert restrict(TF32, S.RTOL) == ResolvedMode(TF32, S.RTOL)
     with fp32_guard():

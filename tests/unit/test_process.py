@@ -1,10 +1,7 @@
 """A mode or the guard for the rest of the process: what ``lowprec run`` sets when a library is imported."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from typing import Any
 
 import pytest
 
@@ -16,13 +13,13 @@ pytestmark = pytest.mark.usefixtures("clean_policy")
 
 
 @pytest.fixture(params=[Library, WithDefault])
-def library(request: pytest.FixtureRequest, register: Any, monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(request, register, monkeypatch):
     monkeypatch.setattr(process, "_guarded", {})
     return register(made=request.param("one"))
 
 
 @pytest.mark.parametrize(("order", "precision"), [("tf32", "tf32"), ("fp32_guard", "fp32")])
-def test_it_is_set_for_good(library: Library, order: str, precision: str) -> None:
+def test_it_is_set_for_good(library, order, precision):
     thread = threading.Thread(target=process.set_library, args=("one", order))
     thread.start()
     thread.join()
@@ -30,7 +27,7 @@ def test_it_is_set_for_good(library: Library, order: str, precision: str) -> Non
     assert process.changes() == []
 
 
-def test_reasons_for_which_it_is_not_set(library: Library, register: Any) -> None:
+def test_reasons_for_which_it_is_not_set(library, register):
     assert process.set_library("one", "bf16") == "one has no switch for bf16"
     library.fails["set_mode"] = RuntimeError("no driver")
     assert process.set_library("one", "tf32") == "RuntimeError: no driver"
@@ -40,7 +37,7 @@ def test_reasons_for_which_it_is_not_set(library: Library, register: Any) -> Non
 
 
 @pytest.mark.parametrize("guard", ["block", "variable"])
-def test_a_mode_does_not_lower_below_a_guard(library: Library, guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_does_not_lower_below_a_guard(library, guard, monkeypatch):
     # The library is imported inside the block, which has not seen it.
     module = sys.modules.pop(library.module)
     with fp32_guard(frameworks=guard == "block"):
@@ -52,7 +49,7 @@ def test_a_mode_does_not_lower_below_a_guard(library: Library, guard: str, monke
         assert library.is_as_before
 
 
-def test_blocks_come_back_to_it_and_not_below_the_guard(register: Any) -> None:
+def test_blocks_come_back_to_it_and_not_below_the_guard(register):
     library = register()
     process.set_library("one", "tf32")
     with fp32_guard(frameworks=["one"]):
@@ -64,7 +61,7 @@ def test_blocks_come_back_to_it_and_not_below_the_guard(register: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ["tf32", "fp32_guard"])
-def test_settings_of_the_program_are_kept_and_reported_under_the_guard(library: Library, order: str) -> None:
+def test_settings_of_the_program_are_kept_and_reported_under_the_guard(library, order):
     process.set_library("one", order)
     library.values["products"] = "mine"
     expected = ["one: products = 'mine' was set by the program, and is kept"]

@@ -1,15 +1,10 @@
 """What a profile records, how it counts, and that nothing of it stays behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +13,7 @@ import pytest
 import lowprec
 from lowprec import policy
 from lowprec.arrays import library_of
-from lowprec.backends import Arguments, ExecutionInfo
+from lowprec.backends import ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.core import executors
 from lowprec.core.arguments import PLAIN, parse_dtype
@@ -33,7 +28,7 @@ B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
 
 
 @pytest.fixture(autouse=True)
-def no_observer_afterwards() -> Iterator[None]:
+def no_observer_afterwards():
     yield
     assert executors._observer is None
 
@@ -41,7 +36,7 @@ def no_observer_afterwards() -> Iterator[None]:
 # -- what is recorded -----------------------------------------------------------------------------
 
 
-def test_a_record_reports_the_product() -> None:
+def test_a_record_reports_the_product():
     with lowprec.profile("one") as prof:
         lowprec.matmul(A, B, math_mode="bf16")
     (record,) = prof.records
@@ -56,7 +51,7 @@ def test_a_record_reports_the_product() -> None:
     assert (record.thread, record.number_format) == (threading.current_thread().name, "bfloat16")
 
 
-def test_times_fit_together() -> None:
+def test_times_fit_together():
     big = np.ones((300, 300), np.float32)
     with lowprec.profile() as prof:
         lowprec.matmul(big, big)
@@ -69,7 +64,7 @@ def test_times_fit_together() -> None:
     assert first.peak_share is None
 
 
-def test_nothing_is_recorded_outside() -> None:
+def test_nothing_is_recorded_outside():
     prof = lowprec.profile()
     lowprec.matmul(A, B)
     with prof:
@@ -80,7 +75,7 @@ def test_nothing_is_recorded_outside() -> None:
     assert prof.wall_ms == wall, "the clock runs on"
 
 
-def test_a_profile_that_is_entered_again_goes_on() -> None:
+def test_a_profile_that_is_entered_again_goes_on():
     prof = lowprec.profile()
     for _ in range(2):
         with prof, prof:
@@ -100,7 +95,7 @@ def test_a_profile_that_is_entered_again_goes_on() -> None:
         (np.int8, "int8", False),
     ],
 )
-def test_element_types(dtype: Any, numbers: str, has_effect: bool) -> None:
+def test_element_types(dtype, numbers, has_effect):
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((3, 2), dtype), np.ones((2, 3), dtype), math_mode="tf32")
     (record,) = prof.records
@@ -108,7 +103,7 @@ def test_element_types(dtype: Any, numbers: str, has_effect: bool) -> None:
     assert record.flops == (8 if numbers == "tf32" and dtype is np.complex64 else 2) * 18
 
 
-def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
+def test_a_batch_and_an_overlapping_out_are_one_product_each():
     stack = np.ones((7, 4, 4), np.float32)
     square = np.eye(4, dtype=np.float32)
     with lowprec.profile() as prof:
@@ -120,7 +115,7 @@ def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
 
 
 @pytest.mark.usefixtures("fresh_executors")
-def test_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_reported(monkeypatch):
     plain = machines.BARE
     monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
     with lowprec.profile() as prof:
@@ -128,7 +123,7 @@ def test_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prof.records[0].copies == ("a: BLAS cannot express its strides",)
 
 
-def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
+def test_results_are_the_same_and_the_cache_holds_no_observer():
     x, y = library_of(A).view(A), library_of(B).view(B)
     expected = lowprec.matmul(A, B)
     cached = executors.look_up(policy.resolve(), x, y, PLAIN)
@@ -146,9 +141,9 @@ class Broken(RuntimeError):
 
 
 @pytest.fixture
-def broken(fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(plan: Any) -> Any:
-        def execute(arguments: Arguments) -> None:
+def broken(fresh_executors, monkeypatch):
+    def prepare(plan):
+        def execute(arguments):
             raise Broken("the library gave up")
 
         return execute
@@ -157,7 +152,7 @@ def broken(fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_product_that_fails_is_recorded_and_its_error_goes_on() -> None:
+def test_a_product_that_fails_is_recorded_and_its_error_goes_on():
     with pytest.raises(Broken, match="gave up"), lowprec.profile() as prof:
         lowprec.matmul(A, B)
     (record,) = prof.records
@@ -169,13 +164,13 @@ def test_a_product_that_fails_is_recorded_and_its_error_goes_on() -> None:
     assert "failed, 1: Broken: the library gave up" in str(prof)
 
 
-def test_a_call_that_is_refused_is_no_product() -> None:
+def test_a_call_that_is_refused_is_no_product():
     with pytest.raises(lowprec.ShapeError, match="4"), lowprec.profile() as prof:
         lowprec.matmul(A, A)
     assert len(prof) == 0
 
 
-def test_an_error_in_the_block_ends_the_recording() -> None:
+def test_an_error_in_the_block_ends_the_recording():
     prof = lowprec.profile()
     with pytest.raises(Broken, match="elsewhere"), prof:
         raise Broken("elsewhere")
@@ -186,7 +181,7 @@ def test_an_error_in_the_block_ends_the_recording() -> None:
 # -- several at once ------------------------------------------------------------------------------
 
 
-def test_nested_profiles_both_record() -> None:
+def test_nested_profiles_both_record():
     with lowprec.profile("outer") as outer:
         lowprec.matmul(A, B)
         with lowprec.profile("inner") as inner:
@@ -197,7 +192,7 @@ def test_nested_profiles_both_record() -> None:
     assert inner.records[0].elapsed_ms == outer.records[1].elapsed_ms
 
 
-def test_profiles_may_overlap() -> None:
+def test_profiles_may_overlap():
     first, second = lowprec.profile(), lowprec.profile()
     first.__enter__()
     lowprec.matmul(A, B)
@@ -209,13 +204,13 @@ def test_profiles_may_overlap() -> None:
     assert (len(first), len(second)) == (2, 2)
 
 
-def run_in_thread(function: Any) -> None:
+def run_in_thread(function):
     thread = threading.Thread(target=function, name="worker")
     thread.start()
     thread.join()
 
 
-def test_products_of_all_threads_or_of_one() -> None:
+def test_products_of_all_threads_or_of_one():
     with lowprec.profile() as everything, lowprec.profile(threads="current") as here:
         run_in_thread(lambda: lowprec.matmul(A, B))
         lowprec.matmul(A, B)
@@ -224,13 +219,13 @@ def test_products_of_all_threads_or_of_one() -> None:
 
 
 @pytest.mark.parametrize("threads", ["none", None, "All"])
-def test_other_threads_are_refused(threads: Any) -> None:
+def test_other_threads_are_refused(threads):
     with pytest.raises(lowprec.UnsupportedError, match="'all', 'current'"):
         lowprec.profile(threads=threads)
 
 
 @pytest.mark.parametrize("label", [len, 3, None], ids=str)
-def test_a_label_is_text(label: Any) -> None:
+def test_a_label_is_text(label):
     with pytest.raises(lowprec.UnsupportedError, match=r"a label, which is text, got .*its block"):
         lowprec.profile(label)
 
@@ -238,7 +233,7 @@ def test_a_label_is_text(label: Any) -> None:
 # -- ranges ---------------------------------------------------------------------------------------
 
 
-def test_ranges_name_products() -> None:
+def test_ranges_name_products():
     with lowprec.profile() as prof, lowprec.profile() as other:
         with prof.range("step"), other.range("else"):
             lowprec.matmul(A, B)
@@ -249,7 +244,7 @@ def test_ranges_name_products() -> None:
     assert [r.label for r in other.records] == ["else", "else", ""]
 
 
-def test_a_range_ends_with_an_error() -> None:
+def test_a_range_ends_with_an_error():
     with lowprec.profile() as prof:
         with pytest.raises(Broken, match="inside"), prof.range("step"):
             raise Broken("inside")
@@ -260,7 +255,7 @@ def test_a_range_ends_with_an_error() -> None:
 # -- units ----------------------------------------------------------------------------------------
 
 
-def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
+def gpu_plan(dtype, mode, capability):
     operand = OperandSpec.contiguous(parse_dtype(dtype), (64, 64))
     problem = PLAIN.problem(operand, operand)
     found = machines.gpu(capability)
@@ -277,15 +272,13 @@ def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
         ("float16", "fp32", (7, 0), None, True, "does not report it"),
     ],
 )
-def test_tensor_cores(
-    dtype: str, mode: str, capability: tuple[int, int], used: bool | None, eligible: bool, why: str
-) -> None:
+def test_tensor_cores(dtype, mode, capability, used, eligible, why):
     *found, reason = records.units_of(gpu_plan(dtype, mode, capability), used)
     assert found == [eligible, used]
     assert why in reason
 
 
-def test_tile_units_say_why_not() -> None:
+def test_tile_units_say_why_not():
     with machines.on("NumPy alone"), lowprec.profile() as prof:
         lowprec.matmul(A, B, math_mode="bf16")
         lowprec.matmul(A, B)
@@ -301,7 +294,7 @@ def test_tile_units_say_why_not() -> None:
 
 @needs("bf16_avx512")
 @pytest.mark.parametrize("n", [64, 300, 400])
-def test_vector_units_are_seen(n: int) -> None:
+def test_vector_units_are_seen(n):
     """In one call of native code, and where several threads share a product."""
     x = np.ones((n, n), np.float32)
     with lowprec.profile() as prof:
@@ -311,7 +304,7 @@ def test_vector_units_are_seen(n: int) -> None:
 
 
 @pytest.mark.usefixtures("fresh_executors")
-def test_the_share_of_the_peak_is_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_the_peak_is_of_the_format(monkeypatch):
     peaks = (("float32", 2.0), ("bfloat16", 4.0))
     known = dataclasses.replace(machines.BARE, peak_tflops=peaks)
     monkeypatch.setattr(cpu, "capabilities", lambda device: known)
@@ -334,27 +327,27 @@ class Watch:
 
     stream = 7
 
-    def __init__(self, elapsed_ms: float | None) -> None:
+    def __init__(self, elapsed_ms):
         self.asked: list[str] = []
         self._elapsed_ms = elapsed_ms
 
-    def stop(self) -> None:
+    def stop(self):
         self.asked.append("stop")
 
-    def abandon(self) -> None:
+    def abandon(self):
         self.asked.append("abandon")
 
-    def elapsed_ms(self) -> float | None:
+    def elapsed_ms(self):
         self.asked.append("elapsed_ms")
         return self._elapsed_ms
 
 
 @pytest.fixture
-def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
+def watches(monkeypatch):
     """Have the host behave as a device whose products take 20, 30, ... ms, every third one captured."""
-    made: list[Watch] = []
+    made = []
 
-    def start(arguments: Arguments) -> Watch:
+    def start(arguments):
         made.append(Watch(None if len(made) % 3 == 2 else 20.0 + 10 * len(made)))
         return made[-1]
 
@@ -363,7 +356,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
     return made
 
 
-def test_time_is_read_late_and_once(watches: list[Watch]) -> None:
+def test_time_is_read_late_and_once(watches):
     with lowprec.profile() as prof, lowprec.profile() as other:
         lowprec.matmul(A, B)
         lowprec.matmul(A, B)
@@ -381,7 +374,7 @@ def test_time_is_read_late_and_once(watches: list[Watch]) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_the_stopwatch_of_a_failed_product_is_given_up(watches: list[Watch]) -> None:
+def test_the_stopwatch_of_a_failed_product_is_given_up(watches):
     with pytest.raises(Broken, match="gave up"), lowprec.profile() as prof:
         lowprec.matmul(A, B)
     assert prof.records[0].elapsed_ms is None
@@ -392,7 +385,7 @@ def test_the_stopwatch_of_a_failed_product_is_given_up(watches: list[Watch]) -> 
 
 
 @pytest.fixture(name="prof")
-def mixed() -> lowprec.profile:
+def mixed():
     x = np.ones((40, 30), np.float32)
     with lowprec.profile("mixed") as prof:
         for _ in range(3):
@@ -404,7 +397,7 @@ def mixed() -> lowprec.profile:
     return prof
 
 
-def test_totals_are_sums(prof: lowprec.profile) -> None:
+def test_totals_are_sums(prof):
     totals, records = prof.totals(), prof.records
     assert (totals["products"], totals["failed"], totals["untimed"]) == (6, 0, 0)
     assert totals["flops"] == 5 * 2 * 40 * 40 * 30 + 3 * 2 * 4 * 5 * 6
@@ -416,7 +409,7 @@ def test_totals_are_sums(prof: lowprec.profile) -> None:
     assert totals["elapsed_ms"] <= totals["wall_ms"]
 
 
-def test_table_layout(prof: lowprec.profile) -> None:
+def test_table_layout(prof):
     title, heading, *rows = prof.table(width=140).splitlines()
     assert title == "lowprec.profile mixed (cpu)"
     assert heading.split()[:5] == ["m", "x", "n", "x", "k"]
@@ -437,16 +430,16 @@ def test_table_layout(prof: lowprec.profile) -> None:
     assert below[1].startswith("tensor, tile or vector units: 3 eligible, ")
 
 
-def test_table_by_range(prof: lowprec.profile) -> None:
+def test_table_by_range(prof):
     rows = prof.table(by="range").splitlines()[2:4]
     by_name = {row.split("  ")[1]: row.split() for row in rows}
     assert by_name["step"][1] == "3"
     assert by_name["(outside of ranges)"][3] == "3"
     with pytest.raises(lowprec.UnsupportedError, match="'product', 'range'"):
-        prof.table(by="mode")  # type: ignore[arg-type]
+        prof.table(by="mode")
 
 
-def test_a_long_table_fits_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_table_fits_the_width(monkeypatch):
     words = "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
     monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
     with lowprec.profile() as prof:
@@ -456,7 +449,7 @@ def test_a_long_table_fits_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prof.records[0].algorithm == words
 
 
-def test_an_empty_profile() -> None:
+def test_an_empty_profile():
     prof = lowprec.profile("nothing")
     assert str(prof).splitlines() == ["lowprec.profile nothing", "0 products in 0.000 ms of 0.000 ms"]
     assert prof.totals()["tflops"] is None
@@ -464,7 +457,7 @@ def test_an_empty_profile() -> None:
     assert repr(prof) == "<lowprec.profile 'nothing': 0 products, closed>"
 
 
-def test_json_holds_everything(prof: lowprec.profile, tmp_path: Path) -> None:
+def test_json_holds_everything(prof, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text("of an earlier run", "utf-8")
     prof.to_json(path)
@@ -503,14 +496,14 @@ prof = lowprec.profile("whole")
 """
 
 
-def run(program: str) -> None:
+def run(program):
     done = start("-W", "ignore::DeprecationWarning", "-c", PROGRAM + dedent(program))
     assert done.err == ""
     assert done.code == 0
 
 
 @posix
-def test_a_signal_handler_may_profile_and_read_wherever_it_strikes() -> None:
+def test_a_signal_handler_may_profile_and_read_wherever_it_strikes():
     run(
         """
         began = time.perf_counter()
@@ -559,7 +552,7 @@ def test_a_signal_handler_may_profile_and_read_wherever_it_strikes() -> None:
     )
 
 
-def test_the_log_has_a_line_for_each_product(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_a_line_for_each_product(caplog):
     with caplog.at_level("INFO", "lowprec"), lowprec.profile() as prof:
         lowprec.matmul(A, B, math_mode="bf16")
         lowprec.matmul(A.astype(np.float64), B)

@@ -1,10 +1,7 @@
 """The public names, their docstrings and examples."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
-from typing import Any
 
 import pytest
 
@@ -60,7 +57,7 @@ NAMES = [
 ERRORS = [name for name in NAMES if name.endswith("Error")]
 
 
-def test_the_names_are_these_and_sorted() -> None:
+def test_the_names_are_these_and_sorted():
     assert lowprec.__all__ == NAMES == sorted(NAMES)
     assert dir(lowprec) == sorted([*NAMES, "dask", "jax", "numpy", "torch"])
     assert all(hasattr(lowprec, name) for name in NAMES)
@@ -69,14 +66,14 @@ def test_the_names_are_these_and_sorted() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("__")])
-def test_everything_public_is_documented(name: str) -> None:
+def test_everything_public_is_documented(name):
     text = inspect.getdoc(getattr(lowprec, name))
     assert text
     assert text.splitlines()[0].endswith((".", "``.", ":")), "the first line is a sentence"
 
 
 @pytest.mark.parametrize("module", ["", ".amp", ".checking", ".emulation", ".linalg", ".profiling"])
-def test_first_lines_are_short_and_examples_shown(module: str) -> None:
+def test_first_lines_are_short_and_examples_shown(module):
     public = importlib.import_module(f"lowprec{module}")
     items = {name: getattr(public, name) for name in public.__all__ if callable(getattr(public, name))}
     # The examples run with those of the documentation.
@@ -89,17 +86,17 @@ def test_first_lines_are_short_and_examples_shown(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["matmul", "plan", "check", "quantize"])
-def test_every_parameter_is_documented(name: str) -> None:
+def test_every_parameter_is_documented(name):
     text = inspect.getdoc(getattr(lowprec, name)) or ""
     for parameter in inspect.signature(getattr(lowprec, name)).parameters:
         assert parameter in text, f"{name} does not say what {parameter} is"
 
 
-def signature_of(function: Any) -> list[tuple[str, Any, Any]]:
+def signature_of(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def test_the_signature_of_matmul() -> None:
+def test_the_signature_of_matmul():
     positional, keyword = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
     order = ["out", "c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol"]
     order += ["bound", "k_chunk", "scale_a", "scale_b"]
@@ -111,7 +108,7 @@ def test_the_signature_of_matmul() -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_every_error_is_caught_by_either_name(name: str) -> None:
+def test_every_error_is_caught_by_either_name(name):
     kind = getattr(lowprec, name)
     assert issubclass(kind, lowprec.LowprecError)
     if kind is not lowprec.LowprecError:
@@ -119,7 +116,7 @@ def test_every_error_is_caught_by_either_name(name: str) -> None:
         assert issubclass(kind, builtin)
 
 
-def test_parts_are_imported_when_they_are_used() -> None:
+def test_parts_are_imported_when_they_are_used():
     """What each statement adds to the modules that are loaded, and that no thread is started."""
     code = """
         import sys, threading, numpy, lowprec
@@ -138,14 +135,14 @@ def test_parts_are_imported_when_they_are_used() -> None:
     assert run_python(code).splitlines() == found
 
 
-def test_a_misspelt_name_is_an_error() -> None:
+def test_a_misspelt_name_is_an_error():
     with pytest.raises(AttributeError, match="matmull"):
         _ = lowprec.matmull
     with pytest.raises(TypeError, match="math_mod"):
         lowprec.matmul(1, 1, math_mod="tf32")
 
 
-def test_the_package_is_typed() -> None:
+def test_the_package_is_typed():
     from importlib.resources import files
 
     assert files("lowprec").joinpath("py.typed").is_file()

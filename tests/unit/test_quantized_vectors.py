@@ -1,9 +1,6 @@
 """``quantize`` with float32 scales of vectors and groups: bit by bit the definitions in NumPy."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +11,7 @@ from lowprec.arrays.quantized import QuantizedArray
 from lowprec.core.quantize import quantize
 
 #: Formats with their arguments, and the length of a group along the axis, 0 for all of it.
-CASES: list[tuple[Any, dict[str, Any], int]] = [
+CASES = [
     ("fp8_rows", {}, 0),
     ("int8", {}, 0),
     ("int4", {}, 64),
@@ -27,7 +24,7 @@ cases = pytest.mark.parametrize(("name", "options", "group"), CASES)
 F32 = np.float32
 
 
-def reference(x: np.ndarray, name: str, *, symmetric: bool = True) -> tuple[Any, ...]:
+def reference(x, name, *, symmetric=True):
     """Return codes, scales, zeros and numbers of finite groups, shape (..., groups, elements)."""
     if symmetric:
         largest = {"fp8_rows": 448, "int8": 127, "int4": 7}[name]
@@ -49,13 +46,13 @@ def reference(x: np.ndarray, name: str, *, symmetric: bool = True) -> tuple[Any,
     return codes.astype(np.uint8), scales, zeros.astype(np.uint8), numbers
 
 
-def grouped(x: np.ndarray, group: int) -> np.ndarray:
+def grouped(x, group):
     group = group or x.shape[-1]
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % group)])
     return padded.reshape(*x.shape[:-1], -1, group)
 
 
-def agree(x: np.ndarray, name: str, options: dict[str, Any], group: int) -> QuantizedArray:
+def agree(x, name, options, group):
     found = quantize(x, name, **options)
     codes, scales, zeros, numbers = reference(grouped(x, group), name, symmetric=options.get("symmetric", True))
     codes = codes.reshape(*x.shape[:-1], -1)
@@ -72,7 +69,7 @@ def agree(x: np.ndarray, name: str, options: dict[str, Any], group: int) -> Quan
 
 
 @cases
-def test_numbers_of_all_exponents(name: Any, options: Any, group: int, rng: np.random.Generator) -> None:
+def test_numbers_of_all_exponents(name, options, group, rng):
     for exponent in range(-150, 126, 6):
         x = np.ldexp(rng.standard_normal((40, 200)), exponent + rng.integers(-8, 2, (40, 200))).astype(F32)
         x[3], x[5:7] = 0, abs(x[5:7])
@@ -81,7 +78,7 @@ def test_numbers_of_all_exponents(name: Any, options: Any, group: int, rng: np.r
 
 
 @cases
-def test_other_types_and_halfway_cases(name: Any, options: Any, group: int, rng: np.random.Generator) -> None:
+def test_other_types_and_halfway_cases(name, options, group, rng):
     x = np.concatenate((rng.integers(-254, 255, (20, 127)) / 2, np.full((20, 1), 127.0)), 1).astype(F32)
     agree(x, name, options, group)
     agree(np.full((2, 64), F32(3e38)) * F32([[1], [-1]]), name, options, group)
@@ -93,7 +90,7 @@ def test_other_types_and_halfway_cases(name: Any, options: Any, group: int, rng:
 
 
 @cases
-def test_non_finite_numbers(name: Any, options: Any, group: int) -> None:
+def test_non_finite_numbers(name, options, group):
     for bad in (np.nan, np.inf, -np.inf):
         x = np.ones((3, 256), F32)
         x[1, 3] = bad
@@ -104,7 +101,7 @@ def test_non_finite_numbers(name: Any, options: Any, group: int) -> None:
 
 
 @cases
-def test_axes_transposes_copies_and_empty_arrays(name: Any, options: Any, group: int, rng: np.random.Generator) -> None:
+def test_axes_transposes_copies_and_empty_arrays(name, options, group, rng):
     x = rng.standard_normal((2, 5, 70)).astype(F32)
     for axis in range(3):
         found = quantize(x, name, axis, **options)
@@ -130,7 +127,7 @@ def test_axes_transposes_copies_and_empty_arrays(name: Any, options: Any, group:
 
 
 @cases
-def test_products(name: Any, options: Any, group: int, rng: np.random.Generator) -> None:
+def test_products(name, options, group, rng):
     """Products are those of the numbers in float32, in the current mode, along any axis."""
     a, b = (rng.standard_normal(s).astype(F32) for s in ((4, 150), (150, 30)))
     along_k = quantize(b, name, 0, **options), quantize(b.T.copy(), name, **options).T
@@ -151,7 +148,7 @@ def test_products(name: Any, options: Any, group: int, rng: np.random.Generator)
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_zeros_are_arrays_of_the_library(backend: str, symmetric: bool, rng: np.random.Generator) -> None:
+def test_zeros_are_arrays_of_the_library(backend, symmetric, rng):
     xp = pytest.importorskip({"torch": "torch", "jax": "jax.numpy"}[backend], reason=f"{backend} is not installed")
     x = rng.standard_normal((3, 70)).astype(F32)
     found, want = (quantize(y, "int4", symmetric=symmetric) for y in (xp.asarray(x), x))
@@ -162,14 +159,14 @@ def test_zeros_are_arrays_of_the_library(backend: str, symmetric: bool, rng: np.
     np.testing.assert_array_equal(np.asarray(found.dequantize()), want.dequantize())
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     x = np.ones((4, 64), F32)
     for group in (0, 16, 256, "64"):
         with pytest.raises(lowprec.DTypeError, match="group of int4 is 32, 64 or 128, got"):
-            quantize(x, "int4", group=group)  # type: ignore[arg-type]
+            quantize(x, "int4", group=group)
     for options in ({"group": 64}, {"symmetric": False}):
         with pytest.raises(lowprec.DTypeError, match="group and symmetric are arguments of the format int4"):
-            quantize(x, "int8", **options)  # type: ignore[arg-type]
+            quantize(x, "int8", **options)
     q = quantize(x, "int4", symmetric=False)
     with pytest.raises(lowprec.DTypeError, match="scales are float32, not uint8"):
         QuantizedArray(q.codes, q.zeros, "int4", q.shape, 1)

@@ -1,10 +1,7 @@
 """Recipes as values, as text, and in the places that accept the name of a mode."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +24,12 @@ SOME = [
 ]
 
 
-def test_every_mode_that_quantises_is_a_format() -> None:
+def test_every_mode_that_quantises_is_a_format():
     assert [m.value for m in available_modes() if row(m).quantizes] == list(recipes.MODES)
 
 
 @pytest.mark.parametrize("recipe", SOME, ids=str)
-def test_a_recipe_is_a_value_with_a_text(recipe: Recipe) -> None:
+def test_a_recipe_is_a_value_with_a_text(recipe):
     assert parse_mode(str(recipe)) == parse_mode(recipe)
     assert parse_mode(f" {recipe.value.replace(',', ' , ')}") == parse_mode(recipe)
     assert eval(repr(recipe), {"Recipe": Recipe}) == recipe == pickle.loads(pickle.dumps(recipe))
@@ -40,13 +37,13 @@ def test_a_recipe_is_a_value_with_a_text(recipe: Recipe) -> None:
     assert f"{recipe}" == str(recipe) == recipe.value
 
 
-def test_a_recipe_without_details_is_its_mode() -> None:
+def test_a_recipe_without_details_is_its_mode():
     assert parse_mode(Recipe("mxfp8")) is MathMode.MXFP8
     assert parse_mode("mxfp8()") is MathMode.MXFP8
     assert rules_of(MathMode.NVFP4) == Recipe("nvfp4").rules == rules_of(Recipe("nvfp4").of("grad_weight"))
 
 
-def test_products_of_a_layer() -> None:
+def test_products_of_a_layer():
     recipe = Recipe("fp8", grad_input=("fp8_e5m2", "fp8"), grad_weight=("fp8", "fp8_e5m2"))
     assert recipe == Recipe.fp8_training()
     elements = {x: tuple(rule.elements for rule in of_pass(recipe, x).rules) for x in recipes._PAIRS}
@@ -54,10 +51,10 @@ def test_products_of_a_layer() -> None:
     assert of_pass(MathMode.MXFP8, "grad_input") is MathMode.MXFP8
 
 
-def test_measures_act_on_the_operands_of_their_products() -> None:
+def test_measures_act_on_the_operands_of_their_products():
     recipe = Recipe.nvfp4_training(seed=5)
 
-    def of(product: Any, knows_weight: bool) -> tuple[recipes.Rule, recipes.Rule]:
+    def of(product, knows_weight):
         return dataclasses.replace(recipe, product=product, knows_weight=knows_weight).rules
 
     rules = {x: of(x, knows_weight=True) for x in recipes._PAIRS}
@@ -69,7 +66,7 @@ def test_measures_act_on_the_operands_of_their_products() -> None:
     assert all(r.is_stochastic for r in Recipe("nvfp4", rounding="stochastic", seed=1).rules)
 
 
-def test_steps_layers_and_products_have_different_random_numbers() -> None:
+def test_steps_layers_and_products_have_different_random_numbers():
     recipe = Recipe("mxfp8", rounding="stochastic", seed=0)
     draws = {recipe.at(i, j).of(x).draw for i in range(3) for j in range(3) for x in recipes._PAIRS}
     assert len(draws) == 27
@@ -96,18 +93,18 @@ def test_steps_layers_and_products_have_different_random_numbers() -> None:
         ({"forward": "mxfp8", "step": 1.5}, "step of a recipe must be an integer"),
     ],
 )
-def test_bad_recipes(how: dict[str, Any], words: str) -> None:
+def test_bad_recipes(how, words):
     with pytest.raises(lowprec.ModeError, match=words):
         Recipe(**how)
 
 
 @pytest.mark.parametrize("text", ["mxfp8(seed)", "mxfp8(color=red)", "mxfp8(seed=x)", "a/b/c", "fp32(seed=1)"])
-def test_bad_texts(text: str) -> None:
+def test_bad_texts(text):
     with pytest.raises(lowprec.ModeError, match="recipe"):
         parse_mode(text)
 
 
-def test_scopes_defaults_and_reports_know_recipes() -> None:
+def test_scopes_defaults_and_reports_know_recipes():
     recipe = Recipe("mxfp8", scale_rule="rceil")
     a = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
     expected = lowprec.matmul(a, a.T, math_mode=recipe)
@@ -131,13 +128,13 @@ def test_scopes_defaults_and_reports_know_recipes() -> None:
     assert checked.within
 
 
-def test_the_environment_knows_recipes() -> None:
+def test_the_environment_knows_recipes():
     code = "import lowprec; print(lowprec.get_math_mode())"
     recipe = Recipe.nvfp4_training(seed=3)
     assert run_python(code, LOWPREC_MATH_MODE=str(recipe)) == str(recipe)
 
 
-def test_a_step_of_a_scope_reaches_recipes_without_one() -> None:
+def test_a_step_of_a_scope_reaches_recipes_without_one():
     recipe = Recipe("mxfp4", rounding="stochastic", seed=1)
     a = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
     plain, third = (lowprec.matmul(a, a.T, math_mode=x) for x in (recipe, recipe.at(3)))

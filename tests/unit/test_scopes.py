@@ -1,17 +1,13 @@
 """``math_mode`` and ``fp32_guard`` as blocks, decorators and wrappers, over threads and tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools
 import inspect
 import multiprocessing
 import pickle
-from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,11 +23,10 @@ OUTSIDE = FP16
 #: By scope: how it is made, and the mode in it.
 SCOPES = {"mode": (lambda: math_mode("bf16"), BF16), "guard": (fp32_guard, FP32)}
 scopes = pytest.mark.parametrize(("make", "inside"), SCOPES.values(), ids=SCOPES)
-Make = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
-def outside(clean_policy: None) -> Iterator[None]:
+def outside(clean_policy):
     """A process that lowers the precision; it is as before after each test."""
     set_math_mode(OUTSIDE)
     yield
@@ -42,7 +37,7 @@ def outside(clean_policy: None) -> Iterator[None]:
 
 
 @scopes
-def test_a_block_acts_between_entry_and_exit(make: Make, inside: MathMode) -> None:
+def test_a_block_acts_between_entry_and_exit(make, inside):
     scope = make()
     assert get_math_mode() is OUTSIDE
     with scope as entered:
@@ -53,19 +48,19 @@ def test_a_block_acts_between_entry_and_exit(make: Make, inside: MathMode) -> No
         assert 1 / 0
 
 
-def test_arguments_are_checked_at_construction() -> None:
+def test_arguments_are_checked_at_construction():
     for wrong in ("fp23", None, inspect):
         with pytest.raises(ModeError, match="is not a math mode"):
-            math_mode(wrong)  # type: ignore[arg-type]
+            math_mode(wrong)
     with pytest.raises(TypeError, match=r"math_mode\('bf16'\) decorates functions, got int"):
-        math_mode("bf16")(3)  # type: ignore[type-var]
+        math_mode("bf16")(3)
     with pytest.raises(TypeError, match=r'write @math_mode\("bf16"\)'):
-        math_mode(get_math_mode)  # type: ignore[arg-type]
+        math_mode(get_math_mode)
     with pytest.raises(TypeError, match=r"write @fp32_guard\(\)"):
-        fp32_guard(get_math_mode)  # type: ignore[arg-type]
+        fp32_guard(get_math_mode)
 
 
-def test_the_guard_is_a_floor() -> None:
+def test_the_guard_is_a_floor():
     with fp32_guard(), math_mode("tf32"):
         assert get_math_mode() is FP32
         set_math_mode("bf16")
@@ -76,7 +71,7 @@ def test_the_guard_is_a_floor() -> None:
 
 
 @scopes
-def test_blocks_nest_and_are_entered_again(make: Make, inside: MathMode) -> None:
+def test_blocks_nest_and_are_entered_again(make, inside):
     scope, tf32 = make(), math_mode("tf32")
     with tf32:
         with scope:
@@ -90,7 +85,7 @@ def test_blocks_nest_and_are_entered_again(make: Make, inside: MathMode) -> None
 
 
 @scopes
-def test_blocks_that_end_out_of_order_do_not_undo_each_other(make: Make, inside: MathMode) -> None:
+def test_blocks_that_end_out_of_order_do_not_undo_each_other(make, inside):
     tf32, scope = math_mode("tf32"), make()
     tf32.__enter__()
     scope.__enter__()
@@ -106,7 +101,7 @@ def test_blocks_that_end_out_of_order_do_not_undo_each_other(make: Make, inside:
 
 
 @scopes
-def test_an_exit_in_another_context_changes_neither(make: Make, inside: MathMode) -> None:
+def test_an_exit_in_another_context_changes_neither(make, inside):
     with make() as scope:
         with pytest.warns(LowprecWarning, match=r"\(.*\) was left in another thread or task than"):
             contextvars.Context().run(scope.__exit__, None, None, None)
@@ -119,7 +114,7 @@ def test_an_exit_in_another_context_changes_neither(make: Make, inside: MathMode
 # -- threads and tasks ----------------------------------------------------------------------------
 
 
-def test_the_process_default_reaches_every_thread() -> None:
+def test_the_process_default_reaches_every_thread():
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(get_math_mode).result() is OUTSIDE
         set_math_mode("highest")
@@ -131,28 +126,28 @@ def test_the_process_default_reaches_every_thread() -> None:
 
 
 @scopes
-def test_wrap_carries_the_scope_into_a_worker(make: Make, inside: MathMode) -> None:
+def test_wrap_carries_the_scope_into_a_worker(make, inside):
     with ThreadPoolExecutor(1) as pool, make() as scope:
         modes = [pool.submit(f).result() for f in (get_math_mode, scope.wrap(get_math_mode), get_math_mode)]
         assert modes == [OUTSIDE, inside, OUTSIDE]
 
 
-def test_tasks_overlap_without_leaking() -> None:
+def test_tasks_overlap_without_leaking():
     shared, guard = math_mode("bf16"), fp32_guard()
 
-    async def look(turns: int) -> list[MathMode]:
+    async def look(turns):
         seen = []
         for _ in range(turns):
             await asyncio.sleep(0)
             seen.append(get_math_mode())
         return seen
 
-    async def work(scope: Any, turns: int) -> list[MathMode]:
+    async def work(scope, turns):
         with shared, scope:
             seen = await look(turns)
         return [*seen, get_math_mode()]
 
-    async def main() -> list[list[MathMode]]:
+    async def main():
         working = (work(math_mode("tf32"), 3), work(guard, 1), work(guard, 2))
         return await asyncio.gather(*working, look(4), guard(look)(2))
 
@@ -165,9 +160,9 @@ def test_tasks_overlap_without_leaking() -> None:
 
 
 @scopes
-def test_a_decorated_function(make: Make, inside: MathMode) -> None:
+def test_a_decorated_function(make, inside):
     @make()
-    def mode(depth: int, *, fail: bool = False) -> list[MathMode]:
+    def mode(depth, *, fail=False):
         """Return the mode at each depth."""
         if fail:
             raise ZeroDivisionError("on purpose")
@@ -179,19 +174,19 @@ def test_a_decorated_function(make: Make, inside: MathMode) -> None:
         mode(0, fail=True)
 
 
-def test_generator_functions_are_not_decorated() -> None:
-    def steps() -> Iterator[int]:
+def test_generator_functions_are_not_decorated():
+    def steps():
         yield 1
 
-    async def later() -> AsyncIterator[int]:
+    async def later():
         yield 1
 
     class Steps:
-        def __call__(self) -> Iterator[int]:
+        def __call__(self):
             yield 1
 
         @staticmethod
-        def static() -> Iterator[int]:
+        def static():
             yield 1
 
     targets = [steps, later, functools.partial(later), Steps(), functools.partial(Steps()), vars(Steps)["static"]]
@@ -202,9 +197,9 @@ def test_generator_functions_are_not_decorated() -> None:
                 decorate(target)
 
 
-def test_a_decorated_object_with_a_coroutine_function() -> None:
+def test_a_decorated_object_with_a_coroutine_function():
     class Coroutine:
-        async def __call__(self) -> MathMode:
+        async def __call__(self):
             await asyncio.sleep(0)
             return get_math_mode()
 
@@ -212,21 +207,21 @@ def test_a_decorated_object_with_a_coroutine_function() -> None:
         assert asyncio.run(math_mode("bf16")(wrap(Coroutine()))()) is BF16
 
 
-def test_decorated_methods_without_an_instance() -> None:
+def test_decorated_methods_without_an_instance():
     class Solver:
         @math_mode("bf16")
         @staticmethod
-        def static(x: int) -> tuple[int, MathMode]:
+        def static(x):
             return x, get_math_mode()
 
         @math_mode("bf16")
         @classmethod
-        def of_class(cls, x: int) -> tuple[type, int, MathMode]:
+        def of_class(cls, x):
             return cls, x, get_math_mode()
 
         @math_mode("bf16")
         @staticmethod
-        async def later(x: int) -> tuple[int, MathMode]:
+        async def later(x):
             await asyncio.sleep(0)
             return x, get_math_mode()
 
@@ -239,25 +234,23 @@ def test_decorated_methods_without_an_instance() -> None:
 # -- pickles of wrapped functions --------------------------------------------------------------------
 
 
-def plain(offset: int = 0) -> tuple[MathMode, int]:
+def plain(offset=0):
     return get_math_mode(), offset
 
 
 @math_mode("bf16").wrap
-def renamed() -> MathMode:
+def renamed():
     return get_math_mode()
 
 
 class Holder:
     @math_mode("bf16").wrap
-    def method(self) -> tuple[Any, MathMode]:
+    def method(self):
         return self, get_math_mode()
 
 
 @pytest.mark.parametrize(("scope", "mode"), [(math_mode("tf32"), MathMode.TF32), (fp32_guard(), MathMode.FP32)])
-def test_a_wrapped_function_reaches_another_process(
-    scope: Any, mode: MathMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrapped_function_reaches_another_process(scope, mode, monkeypatch):
     # The other process imports this module by its name, from the root of the tests.
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[__name__.count(".")]))
     wrapped = scope.wrap(plain)
@@ -268,7 +261,7 @@ def test_a_wrapped_function_reaches_another_process(
         assert pool.submit(wrapped, offset=2).result(60) == (mode, 2)
 
 
-def test_a_wrapped_name_is_pickled_as_the_name() -> None:
+def test_a_wrapped_name_is_pickled_as_the_name():
     assert pickle.loads(pickle.dumps(renamed)) is renamed
     assert renamed() is MathMode.BF16
     held = Holder()

@@ -1,7 +1,5 @@
 """``rtol``: the cheapest mode whose bound is within it, and an account of all the others."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ from support import machines
 from support.machines import AMX, BARE, ROWS, gpu
 
 
-def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:
+def square(dtype, n=1024, **kwargs):
     spec = OperandSpec.contiguous(dtype, (n, n))
     return GemmProblem(spec, spec, **kwargs)
 

@@ -1,10 +1,7 @@
 """What the last step of `.ci/run` makes of skips: units are lacking only where the processor lacks them."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
-from types import ModuleType
 from xml.sax.saxutils import quoteattr
 
 import pytest
@@ -20,12 +17,12 @@ pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason=".ci is not part of
 
 
 @pytest.fixture
-def checker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def checker(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     return importlib.import_module("check_skips")
 
 
-def results(folder: Path, name: str, skips: dict[str, str]) -> str:
+def results(folder, name, skips):
     """Write what an environment made of these tests, and of one that passed."""
     cases = "".join(
         f'<testcase classname="tests.x" name={quoteattr(test)}>'
@@ -54,27 +51,19 @@ def results(folder: Path, name: str, skips: dict[str, str]) -> str:
         (f"perhaps {NO_LIBRARY}", "nvmath is not installed", set(), False),
     ],
 )
-def test_tests_skipped_everywhere(
-    checker: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    full: str,
-    minimal: str,
-    flags: set[str],
-    is_fair: bool,
-) -> None:
+def test_tests_skipped_everywhere(checker, monkeypatch, tmp_path, full, minimal, flags, is_fair):
     monkeypatch.setattr(checker, "processor_flags", lambda: frozenset(flags))
     files = [results(tmp_path, "full", {"t": full}), results(tmp_path, "minimal", {"t": minimal})]
     assert checker.main(files) == (0 if is_fair else 1)
 
 
-def test_tests_executed_in_one_environment_count(checker: ModuleType, tmp_path: Path) -> None:
+def test_tests_executed_in_one_environment_count(checker, tmp_path):
     executed = tmp_path / "other.xml"
     executed.write_text('<testsuites><testcase classname="tests.x" name="t"/></testsuites>')
     assert checker.main([results(tmp_path, "full", {"t": "not here"}), str(executed)]) == 0
 
 
-def test_the_flags_are_the_processor_s(checker: ModuleType, tmp_path: Path) -> None:
+def test_the_flags_are_the_processor_s(checker, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("model name\t: amx_bf16 inside\nflags\t\t: fpu avx2\nbugs\t\t: amx_tile\n")
     assert checker.processor_flags(cpuinfo) == {"fpu", "avx2"}

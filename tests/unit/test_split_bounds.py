@@ -3,8 +3,6 @@
 The products are formed here, without lowprec's code, with every sum in the worst order: one term after another.
 """
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ ROUND = {
 }
 
 
-def split(mode: MathMode, x: np.ndarray, axis: int) -> tuple[list[np.ndarray], np.ndarray]:
+def split(mode, x, axis):
     """Return the parts of an operand and the exponents by which its lines along ``axis`` were scaled."""
     found, to = row(mode), ROUND[row(mode).operand_format.name]
     exponents = np.zeros(1, int)
@@ -48,7 +46,7 @@ def split(mode: MathMode, x: np.ndarray, axis: int) -> tuple[list[np.ndarray], n
     return parts, exponents
 
 
-def product(mode: MathMode, a: np.ndarray, b: np.ndarray, chunk: int | None = None) -> np.ndarray:
+def product(mode, a, b, chunk=None):
     (x, scale_a), (y, scale_b) = split(mode, a, 1), split(mode, b, 0)
     total = np.zeros((len(a), b.shape[1]), np.float32)
     for p in make_schedule(row(mode), (True, True), a.shape[1], chunk):
@@ -58,7 +56,7 @@ def product(mode: MathMode, a: np.ndarray, b: np.ndarray, chunk: int | None = No
     return np.ldexp(total, -(scale_a + scale_b))
 
 
-def cases(k: int, rng: np.random.Generator):
+def cases(k, rng):
     """Yield pairs of operands by what they do to a sum."""
     m, n = 5, 4
     yield "normal", rng.standard_normal((m, k)), rng.standard_normal((k, n))
@@ -74,7 +72,7 @@ def cases(k: int, rng: np.random.Generator):
     yield "extreme", rng.standard_normal((m, k)) * 2.0**-60, rng.standard_normal((k, n)) * 2.0**60
 
 
-def excess(bound, computed: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
+def excess(bound, computed, a, b):
     """Return the largest error over its bound: element by element where that holds, and in the norms."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     error = np.abs(computed - a @ b)
@@ -166,7 +164,7 @@ def test_probable_is_at_most_worst():
 # -- fp64, and the mode that runs as another one ----------------------------------------------------
 
 
-def square(n: int, dtype: DType = DType.FLOAT32) -> GemmProblem:
+def square(n, dtype=DType.FLOAT32):
     return GemmProblem(*[OperandSpec.contiguous(dtype, (n, n))] * 2)
 
 

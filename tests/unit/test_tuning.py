@@ -1,7 +1,5 @@
 """``autotune`` without a choice, and its results as text."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from lowprec.tuning import AutotuneResult
 A = np.ones((8, 8), np.float32)
 
 
-def test_a_cpu_leaves_nothing_to_choose() -> None:
+def test_a_cpu_leaves_nothing_to_choose():
     found = lowprec.autotune(A, A, math_mode="bf16")
     assert (found.timed, found.speedup) == ((), 1.0)
     assert "nothing to choose" in str(found)
@@ -20,18 +18,18 @@ def test_a_cpu_leaves_nothing_to_choose() -> None:
 
 
 @pytest.mark.parametrize("candidates", [0, 257, -1, True])
-def test_the_number_of_candidates_is_checked(candidates: int) -> None:
+def test_the_number_of_candidates_is_checked(candidates):
     with pytest.raises(lowprec.UnsupportedError, match="candidates must be from 1 to 256"):
         lowprec.autotune(A, A, candidates=candidates)
 
 
-def test_candidates_are_counted() -> None:
+def test_candidates_are_counted():
     for wrong in ("x", None, 1.5):
         with pytest.raises(TypeError, match="integer"):
             lowprec.autotune(A, A, candidates=wrong)
 
 
-def test_the_table_puts_the_choice_first_and_compares_with_the_library_s_own() -> None:
+def test_the_table_puts_the_choice_first_and_compares_with_the_library_s_own():
     ranked = ((3, 0.8, "id 9"), (0, 1.0, "id 1"), (1, 2.0, "id 2"))
     timed = tuple(AlgorithmTiming(*row) for row in ranked)
     found = AutotuneResult("a product", "cuda:0: a GPU", timed)
@@ -42,7 +40,7 @@ def test_the_table_puts_the_choice_first_and_compares_with_the_library_s_own() -
     assert lines[3].split() == ["0", "1.000", "id", "1"]
 
 
-def test_a_profile_does_not_see_tuning() -> None:
+def test_a_profile_does_not_see_tuning():
     with lowprec.profile() as profile:
         lowprec.autotune(A, A)
     assert len(profile.records) == 0

@@ -1,7 +1,5 @@
 """Views of NumPy memory: address arithmetic, strides, overlap, and memory that elements cannot express."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -15,16 +13,16 @@ from lowprec.util.strides import contiguous_strides, overlaps_itself, reach
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
 
 
-def view_of(array: np.ndarray) -> ArrayView:
+def view_of(array):
     return library_of(array).view(array)
 
 
-def by_address(view: ArrayView) -> ArrayView:
+def by_address(view):
     """The same view without its NumPy owner's help: everything by address, shape and strides."""
     return ArrayView(view.dtype, view.shape, view.strides, view.device, view.owner, view.read_only, view.address)
 
 
-def layouts(dtype: DType) -> dict[str, np.ndarray]:
+def layouts(dtype):
     """Arrays of every kind of stride, all of whose elements differ if the type has enough values."""
     base = np.arange(2 * 6 * 8).reshape(2, 6, 8).astype(NUMPY_DTYPES[dtype])
     read_only = base[0].copy()
@@ -48,14 +46,14 @@ def layouts(dtype: DType) -> dict[str, np.ndarray]:
 LAYOUTS = pytest.mark.parametrize("layout", list(layouts(DType.INT8)))
 
 
-def element_address(array: np.ndarray, index: tuple[int, ...]) -> int:
+def element_address(array, index):
     """Where NumPy itself puts one element."""
     return array[(*index, ...)].ctypes.data
 
 
 @ALL_DTYPES
 @LAYOUTS
-def test_addresses_are_numpys_own(dtype: DType, layout: str) -> None:
+def test_addresses_are_numpys_own(dtype, layout):
     array = layouts(dtype)[layout]
     view = view_of(array)
     assert (view.dtype, view.shape, view.device, view.copied) == (dtype, array.shape, CPU, None)
@@ -72,13 +70,13 @@ def test_addresses_are_numpys_own(dtype: DType, layout: str) -> None:
     assert (first, last) == expected
 
 
-def misaligned(array: np.ndarray) -> np.ndarray:
+def misaligned(array):
     raw = np.zeros(array.nbytes + 1, np.uint8)
     raw[1:] = array.view(np.uint8).ravel()
     return raw[1:].view(array.dtype).reshape(array.shape)
 
 
-def odd_strides(array: np.ndarray) -> np.ndarray:
+def odd_strides(array):
     record = np.zeros(array.shape, [("value", array.dtype), ("tag", "i2")])
     record["value"] = array
     return record["value"]
@@ -93,7 +91,7 @@ def odd_strides(array: np.ndarray) -> np.ndarray:
     ],
     ids=["byte order", "misaligned", "odd strides"],
 )
-def test_strides_within_elements_are_copied_and_reported(make, reason: str) -> None:
+def test_strides_within_elements_are_copied_and_reported(make, reason):
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     odd = make(array)
     view = view_of(odd)
@@ -107,7 +105,7 @@ def test_strides_within_elements_are_copied_and_reported(make, reason: str) -> N
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2), (1, 3, 2)])
-def test_aligned_memory_with_strides_between_elements_is_copied(shape: tuple[int, ...]) -> None:
+def test_aligned_memory_with_strides_between_elements_is_copied(shape):
     # complex64 is aligned to 4 bytes and has 8: a step of 12 bytes is aligned and no multiple.
     record = np.zeros(shape, np.dtype([("value", "c8"), ("tag", "f4")]))
     expected = np.arange(6).reshape(shape) * (1 + 2j)
@@ -117,7 +115,7 @@ def test_aligned_memory_with_strides_between_elements_is_copied(shape: tuple[int
     np.testing.assert_array_equal(view.ndarray(), expected)
 
 
-def test_read_only_and_broadcast_out_are_refused() -> None:
+def test_read_only_and_broadcast_out_are_refused():
     array = np.zeros((3, 4), np.float32)
     array.flags.writeable = False
     with pytest.raises(ArrayError, match="out is read-only; pass a writable array"):
@@ -127,7 +125,7 @@ def test_read_only_and_broadcast_out_are_refused() -> None:
         library_of(repeated).writable_view(repeated)
 
 
-def test_may_overlap_agrees_with_numpy(rng: np.random.Generator) -> None:
+def test_may_overlap_agrees_with_numpy(rng):
     base = np.zeros(200, np.float32)
     seen = set()
     for _ in range(400):
@@ -143,8 +141,8 @@ def test_may_overlap_agrees_with_numpy(rng: np.random.Generator) -> None:
     assert seen == {True, False}
 
 
-def test_overlap_outside_the_host_is_by_extent() -> None:
-    def on(device: Device, address: int) -> ArrayView:
+def test_overlap_outside_the_host_is_by_extent():
+    def on(device, address):
         return ArrayView(DType.FLOAT32, (4, 2), (4, 1), device, "its owner", False, address)
 
     gpu = Device(2, 0)
@@ -158,7 +156,7 @@ def test_overlap_outside_the_host_is_by_extent() -> None:
 SHAPES = [s for ndim in range(5) for s in itertools.product((0, 1, 2, 3), repeat=ndim)]
 
 
-def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions() -> None:
+def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions():
     for shape in SHAPES:
         filled = np.empty([max(n, 1) for n in shape], np.int8)
         # NumPy itself calls all strides of an array without elements 0.
@@ -166,7 +164,7 @@ def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions() -> 
         assert contiguous_strides(shape, 5) == tuple(5 * s for s in filled.strides), shape
 
 
-def test_reach_is_that_of_numpys_views(rng: np.random.Generator) -> None:
+def test_reach_is_that_of_numpys_views(rng):
     base = np.empty((4, 5, 6), np.int8)
     first = base.ctypes.data
     for _ in range(100):
@@ -178,7 +176,7 @@ def test_reach_is_that_of_numpys_views(rng: np.random.Generator) -> None:
         assert first <= low < high <= first + base.nbytes
 
 
-def test_overlaps_itself_against_a_count(rng: np.random.Generator) -> None:
+def test_overlaps_itself_against_a_count(rng):
     unsure = 0
     for _ in range(500):
         shape = tuple(int(n) for n in rng.integers(0, 4, 3))

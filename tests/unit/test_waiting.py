@@ -1,12 +1,8 @@
 """The thread that lets go of operands: it looks until there is nothing left, and may be left behind anywhere."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -21,12 +17,12 @@ LONG_S = 60
 class Work:
     """Something that is done at the third look; then an event is set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.looks = 0
         self.done = threading.Event()
         self.threads: set[int] = set()
 
-    def look(self) -> bool:
+    def look(self):
         self.looks += 1
         self.threads.add(threading.get_ident())
         if self.looks % 3:
@@ -36,11 +32,11 @@ class Work:
 
 
 @pytest.fixture
-def stopped() -> Iterator[Callable[[Callable[[], bool]], Waiter]]:
+def stopped():
     """Makes waiters, which are stopped at the end."""
-    made: list[Waiter] = []
+    made = []
 
-    def make(look: Callable[[], bool]) -> Waiter:
+    def make(look):
         made.append(Waiter(look))
         return made[-1]
 
@@ -49,11 +45,11 @@ def stopped() -> Iterator[Callable[[Callable[[], bool]], Waiter]]:
         waiter.stop()
 
 
-def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    started: list[Any] = []
+def count_starts(monkeypatch):
+    started = []
     start = _thread.start_new_thread
 
-    def counted(function: Any, arguments: Any) -> int:
+    def counted(function, arguments):
         started.append(function)
         return start(function, arguments)
 
@@ -61,7 +57,7 @@ def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return started
 
 
-def test_it_looks_until_there_is_nothing_left(stopped: Any) -> None:
+def test_it_looks_until_there_is_nothing_left(stopped):
     work = Work()
     waiter = stopped(work.look)
     assert work.looks == 0
@@ -74,10 +70,10 @@ def test_it_looks_until_there_is_nothing_left(stopped: Any) -> None:
     assert threading.get_ident() not in work.threads
 
 
-def test_an_error_ends_one_look_and_not_the_thread(stopped: Any) -> None:
+def test_an_error_ends_one_look_and_not_the_thread(stopped):
     came, again = threading.Event(), threading.Event()
 
-    def look() -> bool:
+    def look():
         if not came.is_set():
             came.set()
             raise RuntimeError("the device is lost")
@@ -91,12 +87,12 @@ def test_an_error_ends_one_look_and_not_the_thread(stopped: Any) -> None:
     assert again.wait(LONG_S)
 
 
-def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_one_looks_no_more(stopped, monkeypatch):
     started = count_starts(monkeypatch)
     inside, leave = threading.Event(), threading.Event()
     looks = []
 
-    def look() -> bool:
+    def look():
         looks.append(1)
         inside.set()
         assert leave.wait(LONG_S)
@@ -117,10 +113,10 @@ def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPat
     assert len(started) == 1
 
 
-def test_an_interrupt_anywhere_leaves_one_that_works(stopped: Any) -> None:
-    made: list[tuple[Work, Waiter]] = []
+def test_an_interrupt_anywhere_leaves_one_that_works(stopped):
+    made = []
 
-    def start_one() -> None:
+    def start_one():
         work = Work()
         made.append((work, stopped(work.look)))
         made[-1][1].wake()
@@ -132,12 +128,12 @@ def test_an_interrupt_anywhere_leaves_one_that_works(stopped: Any) -> None:
     assert len(made) > 5
 
 
-def run(code: str) -> tuple[int, str, str]:
+def run(code):
     return start("-W", "ignore", "-c", code)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_child_starts_its_own() -> None:
+def test_a_child_starts_its_own():
     """The parent's thread is in the midst of a look, with the lock, when the process is forked."""
     code = """
 import os, threading

@@ -1,12 +1,8 @@
 """Warnings: at the line of the caller, and of a mode without effect on float64 once per process."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +16,19 @@ NARROW = WIDE.astype(np.float32)
 
 
 @pytest.fixture
-def first(monkeypatch: pytest.MonkeyPatch, fresh_executors: None) -> None:
+def first(monkeypatch, fresh_executors):
     """As in a process that has not multiplied yet."""
     monkeypatch.setattr(errors, "_given", set())
 
 
-def given(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
+def given(call):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
     return found
 
 
-CALLS: dict[str, Callable[[], Any]] = {
+CALLS = {
     "matmul": lambda: lowprec.matmul(WIDE, WIDE, math_mode="bf16"),
     "mixed": lambda: lowprec.matmul(NARROW, WIDE, math_mode="tf32"),
     "complex128": lambda: lowprec.matmul(WIDE + 0j, WIDE, math_mode="tf32"),
@@ -43,7 +39,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_argument_without_effect_gives_one_warning_at_the_callers_line(name: str, first: None) -> None:
+def test_an_argument_without_effect_gives_one_warning_at_the_callers_line(name, first):
     (found,) = given(lambda: [CALLS[name](), CALLS[name](), CALLS["matmul"]()])
     assert issubclass(found.category, lowprec.LowprecWarning)
     assert (found.filename, found.lineno) == (__file__, inspect.getsourcelines(CALLS[name])[1])
@@ -51,12 +47,12 @@ def test_an_argument_without_effect_gives_one_warning_at_the_callers_line(name: 
     assert f"to use the mode convert them, as by a.astype(np.{single})" in str(found.message)
 
 
-def scoped() -> Any:
+def scoped():
     with lowprec.math_mode("bf16"):
         return lowprec.matmul(WIDE, WIDE)
 
 
-def guarded() -> Any:
+def guarded():
     with lowprec.fp32_guard():
         return lowprec.matmul(WIDE, WIDE, math_mode="bf16")
 
@@ -74,21 +70,21 @@ def guarded() -> Any:
         lambda: lowprec.plan(WIDE, WIDE, math_mode="bf16"),
     ],
 )
-def test_other_calls_give_no_warning(call: Callable[[], Any], first: None) -> None:
+def test_other_calls_give_no_warning(call, first):
     assert given(call) == []
 
 
-def test_a_mode_of_a_scope_gives_no_warning_in_pytorch(first: None) -> None:
+def test_a_mode_of_a_scope_gives_no_warning_in_pytorch(first):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
     with lowprec.math_mode("bf16"):
         assert given(lambda: lowprec.matmul(x, x).sum().backward()) == []
 
 
-def test_dask_warns_where_the_graph_is_made(first: None) -> None:
+def test_dask_warns_where_the_graph_is_made(first):
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     x = da.ones((4, 4), chunks=2)
-    made: list[Any] = []
+    made = []
     (found,) = given(lambda: made.append(lowprec.matmul(x, x, math_mode="bf16")))
     assert found.filename == __file__
     errors._given.clear()
@@ -96,12 +92,12 @@ def test_dask_warns_where_the_graph_is_made(first: None) -> None:
     assert given(lambda: made[0].compute(scheduler="sync")) == []
 
 
-def test_warnings_point_past_lowprec_and_contextlib(first: None) -> None:
+def test_warnings_point_past_lowprec_and_contextlib(first):
     code = "class Block:\n    def __enter__(self): warn('x')\n    def __exit__(self, *_): pass"
-    inside: dict[str, Any] = {"__name__": "lowprec.x", "warn": errors.warn}  # as if its code were lowprec's
+    inside = {"__name__": "lowprec.x", "warn": errors.warn}  # as if its code were lowprec's
     exec(code, inside)
 
-    def enter() -> None:
+    def enter():
         with contextlib.ExitStack() as stack:
             stack.enter_context(inside["Block"]())
 
