@@ -266,7 +266,8 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     rule = plan.quantized.rules[operand] if plan.quantized else None
     if rule:
         assert plan.quantized is not None
-        return f"{rule}; multiplied as {plan.quantized.inner.compute_dtype}"
+        codes = plan.call.first.codes if plan.call else None
+        return f"{rule}; multiplied as {codes.format if codes else plan.quantized.inner.compute_dtype}"
     if plan.rounded[operand]:
         text = row(plan.scheme).inputs
     elif spec.blocks and plan.call and plan.call.first.codes:

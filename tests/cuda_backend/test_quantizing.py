@@ -65,19 +65,25 @@ def numbers(kind, size, dtype, rng):
         return x.astype(np.float32).astype(NUMPY_DTYPES[dtype])
 
 
+def written(x, packing, at=0):
+    """Return the elements and the scales that the kernels write."""
+    size = prod(x.shape[:-2]) * packing.matrix_stride
+    out, scales = Guarded.of(size, NUMPY_DTYPES[packing.dtype], at), Guarded.of(packing.scale_bytes // 4, np.float32)
+    with DeviceCopies(STREAM) as copies:
+        addresses = [copies.put(y) for y in (x, out.inside, scales.inside)]
+        prepare_packing(packing, 0)(*addresses, STREAM, packing.rule.stream)
+        copies.fetch()
+    out.check()
+    scales.check()
+    return out.inside, scales.inside
+
+
 def quantised(x, rule, target, pad, at=0):
     """Return the lines that the kernels write for vectors along the last axis, padding included, and the scales."""
     shape = (*x.shape[:-2], x.shape[-2] + pad[0], x.shape[-1] + pad[1])
     packing = quantizing(stack_of(x, dtype_from_name(x.dtype.name)), rule, target, shape[-1], shape[-2])
-    out, scales = Guarded.of(prod(shape), NUMPY_DTYPES[target], at), Guarded.of(packing.scale_bytes // 4, np.float32)
-    with DeviceCopies(STREAM) as copies:
-        addresses = [copies.put(y) for y in (x, out.inside, scales.inside)]
-        prepare_packing(packing, 0)(*addresses, STREAM, rule.stream)
-        copies.fetch()
-    out.check()
-    scales.check()
-    found = scales.inside[: prod(x.shape[:-1])].reshape(x.shape[:-1]) if packing.scaled else None
-    return out.inside.reshape(shape), found
+    out, scales = written(x, packing, at)
+    return out.reshape(shape), scales[: prod(x.shape[:-1])].reshape(x.shape[:-1]) if packing.scaled else None
 
 
 def expected(x, rule, target):
@@ -114,6 +120,28 @@ def test_codes_and_scales_are_those_of_the_cpu(device, rule, rng):
         for layout, pad in (("rows", (0, 0)), ("columns", (3, 8)), ("every third", (0, 5))):
             x = lay_out(numbers(kind, prod(shape), D.FLOAT32, rng), shape, layout)
             check(x, rule, target_of(rule), pad)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.block_scale == "e4m3"], ids=name_of)
+def test_codes_of_4_bits(device, rule, rng):
+    """Codes of two in a byte and scales in tiles are the rounded numbers, and codes those of stored arrays."""
+    for (rows, cols), kind in (((3, 5), "bits"), ((140, 161), "scaled"), ((33, 32), "bits"), ((17, 300), "normal")):
+        x = lay_out(numbers(kind, rows * cols, D.FLOAT32, rng), (rows, cols), "columns")
+        tall, wide = -(-rows // 16) * 16, -(-cols // 32) * 32
+        packing = quantizing(stack_of(x, D.FLOAT32), rule, D.INT8, wide // 2, tall, "VEC16_UE4M3")
+        codes, memory = written(x, packing)
+        want, factors = expected(x, rule, D.BFLOAT16)
+        assert_same_bits(memory[:rows].copy(), factors)
+        tiles = memory[tall : packing.scale_words].view(np.uint8).reshape(-(-tall // 128), -1, 32, 4, 4)
+        scales = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)
+        codes = codes.view(np.uint8).reshape(tall, -1)
+        if rule == FORMATS["nvfp4"][0]:
+            stored = lowprec.quantize(np.ascontiguousarray(x), "nvfp4", 1)
+            np.testing.assert_array_equal(codes[:rows, : stored.codes.shape[1]], stored.codes)
+        found = np.stack([codes & 15, codes >> 4], -1).reshape(tall, -1).view(ml_dtypes.float4_e2m1fn)
+        each = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32).repeat(16, 1)
+        found = found.astype(np.float32)[:rows, :cols] * each[:rows, :cols]
+        assert_same_bits(found.astype(BF16), want)
 
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))])
@@ -255,7 +283,9 @@ def check_products(gpu, mode):
         assert close(found, exact, 2 * x, y, units * has_real_gpu()), words
 
 
-@pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks", "mxfp8", Recipe(("mxfp8", "mxfp8_e5m2"))], ids=str)
+@pytest.mark.parametrize(
+    "mode", ["fp8_rows", "fp8_blocks", "mxfp8", Recipe(("mxfp8", "mxfp8_e5m2")), "nvfp4", *RECIPES[1::4]], ids=str
+)
 def test_each_block_has_its_scale(any_gpu, mode, rng):
     """Several tiles of scales each way, and blocks of every magnitude."""
     a, b = rng.standard_normal((144, 700), np.float32), rng.standard_normal((700, 280), np.float32)
@@ -367,7 +397,9 @@ UNITS = [
     ("h100", "fp8_e5m2/fp8", "float8_e4m3fn", ("SCALAR_32F", "SCALAR_32F")),
     ("b200", "mxfp8", "float8_e4m3fn", ("VEC32_UE8M0", "VEC32_UE8M0")),
     ("b200", "fp8_rows", "float8_e4m3fn", ("", "")),
-    ("b200", "nvfp4", "bfloat16", ("", "")),
+    ("b200", "nvfp4", "nvfp4", ("VEC16_UE4M3", "VEC16_UE4M3")),
+    ("h100", "nvfp4", "bfloat16", ("", "")),
+    ("b200", "nvfp4/mxfp4", "bfloat16", ("", "")),
 ]
 
 
@@ -377,21 +409,40 @@ def test_units_of_each_device(device, mode, multiplied, modes):
     plan = lowprec.plan(a, a, math_mode=mode, device=device)
     assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
     assert plan.call.scale_modes == modes
-    assert multiplied_format(plan) == multiplied  # of which profiles count the units
-    if modes != ("", ""):  # cuBLASLt writes the result
-        assert {copy.operand for copy in plan.copies} == {"a", "b"}
+    assert plan.call.pack_a.nbytes == plan.call.second.nbytes(256 * 256)
+    assert multiplied_format(plan) == multiplied.replace("nvfp4", "bfloat16")  # of which profiles count the units
+    if modes != ("", ""):  # cuBLASLt writes the result, unless a kernel applies the scales of the tensors
+        assert {copy.operand for copy in plan.copies} == {"a", "b", *(["out"] if multiplied == "nvfp4" else [])}
 
 
 def test_extents_without_fp8_units():
     for mode, m, batch, device, multiplied in (
         ("fp8_blocks", 30, 1, "h100", "float32"), ("fp8_blocks", 32, 2, "h100", "float32"),
         ("mxfp8", 24, 1, "b200", "bfloat16"), ("mxfp8", 32, 2, "b200", "bfloat16"),
+        ("nvfp4", 24, 1, "b200", "bfloat16"), ("nvfp4", 32, 2, "b200", "bfloat16"),
     ):  # fmt: skip
         a, b = lowprec.ShapeDtype((batch, m, 64), "float32"), lowprec.ShapeDtype((batch, 64, 64), "float32")
         plan = lowprec.plan(a, b, math_mode=mode, device=device)
-        assert plan.multiplied_dtype.label == multiplied
-    chunked = lowprec.plan(a, b, math_mode="fp8", device="h100", k_chunk=32)
-    assert chunked.multiplied_dtype.label == "bfloat16"
+        assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
+    a = lowprec.ShapeDtype((64, 64), "float32")
+    for mode, device in (("fp8", "h100"), ("nvfp4", "b200")):
+        chunked = lowprec.plan(a, a, math_mode=mode, device=device, k_chunk=32)
+        assert chunked.a_becomes.endswith("multiplied as bfloat16")
+
+
+@pytest.mark.parametrize("any_gpu", [(10, 0)], ids=str, indirect=True)
+@pytest.mark.parametrize("refused", [False, True])
+def test_algorithms_for_codes_of_4_bits(any_gpu, refused, monkeypatch, rng):
+    """The algorithm is sought before the first product, and measured; without one, bfloat16 numbers are multiplied."""
+    refused = refused and not has_real_gpu()
+    monkeypatch.setattr(tables, "has_block_scales", lambda capability: not refused)
+    a, b = (rng.standard_normal(s, np.float32) for s in ((32, 200), (200, 40)))
+    x, y = any_gpu.put(a), any_gpu.put(b)
+    assert ("fallback" in dict(lowprec.plan(x, y, math_mode="nvfp4").algorithm)) is refused
+    assert lowprec.autotune(x, y, math_mode="nvfp4").timed
+    left, right = operands(a, b, "nvfp4")
+    for each in (y, lowprec.prepare(y, math_mode="nvfp4")):
+        assert close(any_gpu.get(lowprec.matmul(x, each, math_mode="nvfp4")), left @ right, left, right)
 
 
 @pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks"])

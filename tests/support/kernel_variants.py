@@ -125,6 +125,8 @@ def _quantizing():
         if rule.elements in ("e4m3", "e5m2"):
             dtype = D.FLOAT8_E4M3FN if rule.elements == "e4m3" else D.FLOAT8_E5M2
             yield quantizing(stack, rule, dtype, 64, 64, scale_mode_of(rule))
+        if rule.block_scale == "e4m3":
+            yield quantizing(stack, rule, D.INT8, 32, 64, "VEC16_UE4M3")
     for rule in QUANTIZED[:: len(QUANTIZED) // 3]:
         for measures in ({"rounding": "stochastic"}, {"hadamard": 16}, {"rounding": "stochastic", "hadamard": 16}):
             yield quantizing(stack, rule._replace(seed=1, **measures), target_of(rule), 64, 64)

@@ -194,8 +194,9 @@ class _LoweredPlan:
         #: is_alone: only the addresses of operands and result vary. is_plain: these are also the caller's arrays.
         self._is_alone = self.is_plain = False
         #: How operands are read, if one is quantised.
-        self._reads = quantized_operands.as_codes if call and call.first.codes else quantized_operands.widened
         self._has_blocks = call is not None and plan.problem.has_blocks
+        on_codes = self._has_blocks and call is not None and call.first.codes
+        self._reads = quantized_operands.as_codes if on_codes else quantized_operands.widened
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
         #: The products whose ``b`` is sparse.
@@ -330,8 +331,8 @@ class _LoweredPlan:
     def _operands(self, arguments: Arguments, pointers: Pointers, term: _Term) -> Operands:
         """Return one product's addresses and factors in cuBLASLt's order; an epilogue applies the caller's factors."""
         call, (a, b, d) = term.call, pointers
-        # FP8 products without scales are legal, but PyTorch and XLA always pass them.
-        scale = memory.one(arguments.a.device) if call.first.dtype.is_float8 else 0
+        # FP8 products without scales are legal, but PyTorch and XLA always pass them; those of FP4 are not.
+        scale = memory.one(arguments.a.device) if call.first.dtype.is_float8 or call.first.codes else 0
         scales = arguments.scale_a, arguments.scale_b
         scale_a, scale_b = (x.address if isinstance(x, ArrayView) else scale for x in scales)
         if self._swapped:

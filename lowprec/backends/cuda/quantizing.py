@@ -18,7 +18,7 @@ from lowprec.util.strides import contiguous_strides
 
 _SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
 #: Modes whose scales are not those of vectors.
-_STORED = {"VEC128_32F": 2, "BLK128x128_32F": 3, "VEC32_UE8M0": 4}
+_STORED = {"VEC128_32F": 2, "BLK128x128_32F": 3, "VEC32_UE8M0": 4, "VEC16_UE4M3": 5}
 #: Numbers along k of a tile, and the threads for it.
 _TILE_LENGTH, _BLOCK = 128, (32, 8)
 
@@ -72,7 +72,8 @@ def _launch(
     packing: Packing, rule: Rule, batch: LaunchBatch, device: int, *, seeks: bool = False
 ) -> Callable[..., None]:
     """Return the function that queues the kernel for the matrices of a launch."""
-    source, out = packing.source, (packing.padded_rows, packing.leading_dimension)
+    source, numbers = packing.source, 1 + (packing.scale_mode == "VEC16_UE4M3")  # in an element
+    out = packing.padded_rows, packing.leading_dimension * numbers
     tiles = batch.count * -(-out[0] // TILE_VECTORS) * -(-out[1] // _TILE_LENGTH)
     by_rows = int(0 < abs(source.row_stride) < abs(source.col_stride))
     constants = (
@@ -82,7 +83,7 @@ def _launch(
     definitions = _definitions(packing, rule) | {"SEEKS": int(seeks)}
     launch = Launch("quantize", "quantize.cu", definitions, device, pick_blocks(tiles, device), _BLOCK, 6, constants)
     peaks = 0 if rule.has_tensor_scale else packing.peaks // max(prod(source.batch_shape), 1)
-    first, to = batch.offsets[0] * source.dtype.itemsize, batch.before * prod(out) * packing.dtype.itemsize
+    first, to = batch.offsets[0] * source.dtype.itemsize, batch.before * packing.matrix_stride * packing.dtype.itemsize
     of_scales = batch.before * source.rows * EXPONENT_BYTES
     of_peaks = (packing.scale_words + batch.before * peaks) * EXPONENT_BYTES
 

@@ -157,6 +157,7 @@ class Staging:
         addresses = [block + x.scales for x in operands]
         if packed_b is not None:
             addresses[1] = packed_b.exponents
+        addresses = [at + EXPONENT_BYTES * x.packing.factor_words for at, x in zip(addresses, operands, strict=True)]
         device = arguments.a.device
         a, b = (ArrayView(DType.FLOAT32, (1,), (1,), device, None, True, address) for address in addresses)
         return arguments._replace(scale_a=a, scale_b=b)
@@ -189,7 +190,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _factors(pack: Packing | None) -> int:
-    if pack is None or not (pack.scaled and pack.rule) or pack.scale_mode:
+    if pack is None or not (pack.scaled and pack.rule) or (pack.scale_mode and not pack.factor_words):
         return 0
     return 2 if pack.source.batch_shape else 1
 

@@ -34,7 +34,7 @@ class Packing:
     """
 
     source: MatrixStack  # without batch dimensions: one packed matrix for all products
-    dtype: DType  # of the packed elements
+    dtype: DType  # of the packed elements; INT8 for two codes of 4 bits
     leading_dimension: int
     padded_rows: int
     #: Whether row r is multiplied by 2^e (exactly, before rounding to float16) such that its largest finite magnitude
@@ -76,6 +76,11 @@ class Packing:
         return 4 * (self.scale_words + self.peaks)
 
     @property
+    def factor_words(self) -> int:
+        """Float32 scales of rows that a kernel applies, in front of the scales that cuBLASLt applies."""
+        return self.padded_rows if self.scale_mode == "VEC16_UE4M3" else 0
+
+    @property
     def scale_words(self) -> int:
         """Exponents or scales, in words of 4 bytes, with the padding of their mode."""
         if not self.scaled:
@@ -87,6 +92,8 @@ class Packing:
             return -(-lines // 128) * (blocks + -blocks % 4)
         if self.scale_mode == "VEC32_UE8M0":  # tiles of 128 x 4 bytes
             return -(-lines // 128) * blocks * 128
+        if self.scale_mode == "VEC16_UE4M3":  # such tiles, each of 32 bytes of codes along k
+            return self.factor_words + -(-lines // 128) * -(-self.leading_dimension // 32) * 128
         return prod(self.source.batch_shape) * max(lines, self.source.rows)
 
     @property

@@ -26,7 +26,7 @@ from lowprec.planning.cublaslt.calls import (
     Op,
     Packing,
 )
-from lowprec.planning.cublaslt.scale_modes import scale_modes
+from lowprec.planning.cublaslt.scale_modes import fp4_units_multiply, scale_modes
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
@@ -113,7 +113,7 @@ class _Inputs(NamedTuple):
     rows: int  # of the product
     aligned: bool
     addend: MatrixStack | None
-    codes: BlockCodes | None  # of block-scaled operands, which are multiplied as they are
+    codes: BlockCodes | None  # of block-scaled operands, or of operands that are quantised to NVFP4
     scale_modes: tuple[str, str] | None  # of ``a`` and ``b`` that are quantised to FP8
     gemm_ex: bool
 
@@ -134,6 +134,9 @@ def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool, gemm_ex:
         if widen:  # to a type of all devices
             in_blocks = modes is not None and "VEC128_32F" in modes
             data, modes = DType.FLOAT32 if in_blocks else DType.BFLOAT16, None
+    elif plan.quantized and not widen and len(plan.schedule) == 1:
+        fp4 = fp4_units_multiply(plan.quantized.rules, layout, plan.capabilities.compute_capability)
+        codes = BLOCK_CODES["nvfp4"] if fp4 else None
     if aligned and not widen and problem.a.blocks and reason_to_widen(plan) is None:
         codes = BLOCK_CODES.get(problem.a.blocks.format)
     as_real = plan.compute_dtype.is_complex and not data.is_complex
@@ -242,10 +245,14 @@ def _operand(inputs: _Inputs, name: _Name) -> tuple[MatrixStack, Packing | None]
     stack = inputs.layout.a if name == "a" else inputs.layout.b
     if inputs.codes:
         k, batch = _block_extent(inputs.layout.k, inputs.codes.format), inputs.layout.batch_shape
-        codes = MatrixStack(stack.dtype, stack.rows, k, k, 1, batch, (0,) * len(batch), "row", k)
-        if name == "b":
-            codes = replace(codes, rows=k, cols=stack.cols, row_stride=1, col_stride=k, order="col")
-        return codes, None
+        packing, rows = None, stack.rows if name == "a" else stack.cols
+        if inputs.rule(name):
+            packing, _ = _pack(inputs, stack, name, Reason.of(ReasonKind.QUANTIZED), 1)
+            rows, k = _padded(rows, DType.INT8), k + -k % _BLOCKED_K_STEP
+            packing = replace(packing, dtype=DType.INT8, leading_dimension=k // 2, padded_rows=rows)
+            packing = replace(packing, scale_mode=inputs.codes.scale_mode)
+        codes = MatrixStack(inputs.data, rows, k, k, 1, batch, (0,) * len(batch), "row", k)
+        return (codes if name == "a" else replace(codes.transposed, order="col", leading_dimension=k)), packing
     parts = inputs.plan.split[name == "b"]
     reason = _reason_to_pack(inputs, stack, name, parts)
     if reason is None and inputs.gemm_ex:
@@ -369,7 +376,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Packing | None, pack_b: Packing |
         yield Reason.of(ReasonKind.RESULT_STRIDES)
     if inputs.k_contiguous and not (inputs.aligned and _has_aligned_strides(out)):
         yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.kernels, step=_ALIGNMENT_BYTES)
-    if any(pack is not None and pack.scaled and not pack.scale_mode for pack in (pack_a, pack_b)):
+    if any(pack and pack.scaled and (not pack.scale_mode or pack.factor_words) for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
     if pack_b and inputs.k_contiguous and pack_b.padded_rows != pack_b.rows:
         yield Reason.of(ReasonKind.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)

@@ -1,4 +1,4 @@
-"""The modes by which cuBLASLt multiplies the FP8 codes of two quantised operands: its ``cublasLtMatmulMatrixScale_t``.
+"""The modes by which cuBLASLt multiplies the codes of two quantised operands: its ``cublasLtMatmulMatrixScale_t``.
 
 Source: the cuBLAS documentation, *Narrow Precision Data Types Usage*, with the layouts of the scales.
 """
@@ -11,8 +11,8 @@ from lowprec.recipes import Rule
 
 #: The compute capability with vectors of scales, and with float32 scales of blocks.
 _HOPPER = (9, 0)
-#: Steps of m with float32 scales of blocks, and with powers of two.
-_FLOAT_STEP, _POWERS_STEP = 4, 16
+#: Steps of m with float32 scales of blocks, and with 8-bit scales.
+_FLOAT_STEP, _BYTE_STEP = 4, 16
 
 
 def scale_modes(
@@ -37,5 +37,12 @@ def scale_modes(
     if scales == {"float32"} and capability == _HOPPER and is_single and not layout.m % _FLOAT_STEP:
         return "VEC128_32F", "BLK128x128_32F"
     if scales <= {"floor", "rceil"} and capability >= BLOCK_SCALES_SINCE and is_single:
-        return None if layout.m % _POWERS_STEP else ("VEC32_UE8M0", "VEC32_UE8M0")
+        return None if layout.m % _BYTE_STEP else ("VEC32_UE8M0", "VEC32_UE8M0")
     return None
+
+
+def fp4_units_multiply(rules: tuple[Rule | None, ...], layout: GemmLayout, capability: Capability | None) -> bool:
+    """Whether cuBLASLt multiplies these operands as NVFP4, in mode VEC16_UE4M3; n and k are padded."""
+    is_nvfp4 = all(rule is not None and rule.block_scale == "e4m3" for rule in rules)
+    fits = layout.batch_count == 1 and not layout.m % _BYTE_STEP
+    return is_nvfp4 and fits and capability is not None and capability >= BLOCK_SCALES_SINCE

@@ -5,9 +5,9 @@
 // significand, exponent of the smallest normal number (codes of int8 are subnormal), largest number; SCALING: 0 one scale
 // of the tensor, 1 of vectors, 2 powers of two of blocks, 3 those rounded up, 4 E4M3 numbers of blocks and one scale of
 // the tensor, 5 float32 of blocks; SCALES, those that are stored: 0 none, 1 float32 of vectors, or as cuBLASLt's modes
-// have them 2 VEC128_32F, 3 BLK128x128_32F, 4 VEC32_UE8M0; others are multiplied in; HIGH and WIDE, vectors and numbers
-// along k of a block; ALONE, whether a number that is not finite becomes NaN alone; INTEGER; STOCHASTIC; HADAMARD; SEEKS,
-// whether the largest magnitudes are sought.
+// have them 2 VEC128_32F, 3 BLK128x128_32F, 4 VEC32_UE8M0, 5 VEC16_UE4M3, behind 1, with two codes of E2M1 in a byte;
+// others are multiplied in; HIGH and WIDE, vectors and numbers along k of a block; ALONE, whether a number that is not
+// finite becomes NaN alone; INTEGER; STOCHASTIC; HADAMARD; SEEKS, whether the largest magnitudes are sought.
 //
 // A block of threads has tiles of 32 vectors and 128 numbers along k; a thread has 16 of these numbers, which have one scale.
 
@@ -94,6 +94,7 @@ __device__ inline float rounded(float x, Scale scale, unsigned int random)
     float quotient = has_powers ? magnitude * scale.factor : magnitude / scale.factor;
     float value = STOCHASTIC ? to_random(quotient, random) : to_nearest<STORED, LEAST_EXPONENT>(quotient, LARGEST);
     if (INTEGER) return !scale.keeps ? 0.0f : sign ? 0.0f - value : value;
+    if (SCALES == 5) return !scale.keeps ? 0.0f : sign ? -value : value;
     if (ALONE && !(magnitude < same_bits<float>(0x7f800000u))) return same_bits<float>(0x7fc00000u);
     if (SCALES < 2) value *= scale.multiplier;
     if (SCALING != 5) {
@@ -106,6 +107,12 @@ __device__ inline float rounded(float x, Scale scale, unsigned int random)
 
 template <class T> __device__ inline T written(float x) { return Convert<float, T>::of(x); }
 template <> __device__ inline Byte written<Byte>(float x) { return (Byte)(signed char)(int)x; }
+
+__device__ inline unsigned int code_of_e2m1(float x)
+{
+    unsigned int bits = same_bits<unsigned int>(x);
+    return rounded_magnitude<1, 0>(bits & 0x7fffffffu) | (bits >> 28 & 8u);
+}
 
 // Reads a tile, by rows if these are contiguous in the source; beyond the matrix it is zero.
 __device__ inline void load_tile(
@@ -212,14 +219,18 @@ extern "C" __global__ void quantize(
         }
         Scale scale = scale_of(peak, whole);
         if (row < rows) {
-            if (SCALES == 1 && span.remainder == 0 && part == 0)
+            if ((SCALES == 1 || SCALES == 5) && span.remainder == 0 && part == 0)
                 scales[matrix * rows + row] = is_vector ? scale.factor : whole;
             if (SCALES == 2 && part == 0) scales[span.remainder * out_rows + row] = scale.factor;
             if (SCALES == 3 && part == 0 && row % 128 == 0)
                 scales[row / 128 * (spans + (-spans & 3)) + span.remainder] = scale.factor;
-            if (SCALES == 4 && part % 2 == 0 && first < cols)
-                reinterpret_cast<Byte*>(scales)[(row / 128 * spans + span.remainder) * 512 + row % 32 * 16 +
-                                                row % 128 / 32 * 4 + part / 2] = (Byte)scale.code;
+            constexpr int step = SCALES == 5 ? 16 : 32;
+            if (SCALES >= 4 && first % step == 0 && first < cols) {
+                long long column = first / step, tiles = blocks_of(out_cols, 4 * step);
+                Byte* to = reinterpret_cast<Byte*>(scales + (SCALES == 5 ? out_rows : 0));
+                to[(row / 128 * tiles + column / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4] =
+                    SCALES == 5 ? written<E4M3>(scale.multiplier).bits : (Byte)scale.code;
+            }
         }
         unsigned int words[4] = {0u, 0u, 0u, 0u};
 #pragma unroll
@@ -236,8 +247,13 @@ extern "C" __global__ void quantize(
 #pragma unroll 4
         for (int k = 0; k < tall * width / 256; ++k) {
             int line = k % 4 * 8 + (int)threadIdx.y, c = k / 4 * 32 + (int)threadIdx.x;
-            if (top + line < out_rows && left + c < out_cols)
-                out[(matrix * out_rows + top + line) * out_cols + left + c] = written<Target>(tile[line][c]);
+            long long at = (matrix * out_rows + top + line) * out_cols + left + c;
+            if (top + line >= out_rows || left + c >= out_cols) continue;
+            if (SCALES != 5)
+                out[at] = written<Target>(tile[line][c]);
+            else if (c % 2 == 0)
+                reinterpret_cast<Byte*>(out)[at / 2] =
+                    (Byte)(code_of_e2m1(tile[line][c]) | code_of_e2m1(tile[line][c + 1]) << 4);
         }
         __syncthreads();
     }
