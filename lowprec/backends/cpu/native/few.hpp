@@ -79,48 +79,38 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
     for (; at < lanes; at += W) columns(at, std::integral_constant<int, 1>());
 }
 
-// The same for lanes that are contiguous along k, `ldb` bytes apart, and whole blocks of k: squares are transposed in
-// registers. A dword of memory holds PER numbers of a run.
-constexpr int numbers_per_dword(int element, int type) { return per_dword(element) == 4 ? 1 : 32 / bits_of(type); }
+// The same for lanes that are contiguous along k, `ldb` bytes apart, and whole blocks: squares are transposed in registers.
+template <int ELEMENT, int TYPE> constexpr int PER_DWORD = per_dword(ELEMENT) == 4 ? 1 : 32 / bits_of(TYPE);  // numbers of a run
 template <class U, int ROWS, int TYPE, int FORMAT>
 static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema* extrema) {
     typedef typename U::Acc Acc;
-    constexpr int P = per_dword(U::ELEMENT), PER = numbers_per_dword(U::ELEMENT, TYPE), RUNS = P == 4 ? 1 : P, RUN = W * 4 / PER;
-    constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16, EARLY = PER == 1 && !FINDS;
+    constexpr int P = per_dword(U::ELEMENT), PER = PER_DWORD<U::ELEMENT, TYPE>, RUNS = P == 4 ? 1 : P, RUN = W * 4 / PER, GROUPS = RUN / 16;
+    constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
     for (int64_t at = 0; at < lanes; at += W, b += W * ldb) {
         Acc acc[ROWS];
-        Extrema found;
-        if (FINDS) found = extrema[at / W];
+        Extrema found = FINDS ? extrema[at / W] : Extrema{u32v{}, u32v{}};
         UNROLLED(i, ROWS) acc[i] = adds ? get<Acc>(y + i * ldy + at) : Acc{};
-        auto packed = [&](const u32v* raw, [[maybe_unused]] int which) __attribute__((always_inline)) {
-            if constexpr (P == 4) return *raw ^ (U::ELEMENT == E_U8 ? 0x80808080u : 0u);
-            if constexpr (FINDS) return found.rounded(*raw);
-            f32v x[RUNS];
-            u32v out;
-            UNROLLED(p, RUNS) x[p] = number<TYPE>(raw[p], which);
-            emit_parts<FORMAT, U::ELEMENT, false>(x, s, &out);
-            return out;
-        };
-        const char* from = b;
-        for (int d = 0; d < dwords; d += W, from += RUNS * RUN) {
-            u32v rows[EARLY ? 1 : RUNS][RUN / 4];
+        for (int d = 0; d < dwords; d += W) {
+            const char* from = b + d * RUNS * 4 / PER;
+            u32v rows[W];
             UNROLLED(i, W)
                 UNROLLED_BY(line, RUNS * RUN, 64) __builtin_prefetch(from + line + i * ldb + 512, 0, 2);
             UNROLLED(i, RUN / 4) {  // rows of memory one after the other: those far apart share few places of a cache
-                const int group = i % (RUN / 16), j = i / (RUN / 16);
-                u32v x[RUNS];
-                UNROLLED(p, RUNS) x[p] = blocks_at<u32v>(from + p * RUN + 16 * group + j * ldb, 4 * ldb);
-                if (EARLY) x[0] = packed(x, 0);
-                UNROLLED(p, EARLY ? 1 : RUNS) rows[p][4 * group + j] = x[p];
-            }
-            UNROLLED(p, EARLY ? 1 : RUNS) transpose_blocks(rows[p], RUN / 4);
-            UNROLLED(j, W) {
-                u32v row = rows[0][j / PER];
-                if (!EARLY) {
-                    u32v x[RUNS];
-                    UNROLLED(p, RUNS) x[p] = rows[p][j / PER];
-                    row = packed(x, j % PER);
+                u32v raw[RUNS];
+                UNROLLED(p, RUNS) raw[p] = blocks_at<u32v>(from + p * RUN + i % GROUPS * 16 + i / GROUPS * ldb, 4 * ldb);
+                UNROLLED(half, PER) {
+                    u32v& row = rows[(i % GROUPS * PER + half) * 4 + i / GROUPS];
+                    f32v x[RUNS];
+                    UNROLLED(p, RUNS) x[p] = number<TYPE>(raw[p], half);
+                    if constexpr (P == 4 || FINDS) row = raw[0];
+                    else emit_parts<FORMAT, U::ELEMENT, false>(x, s, &row);
                 }
+            }
+            transpose_blocks(rows);
+            UNROLLED(j, W) {
+                u32v row = rows[j / (4 * PER) * 4 * PER + j % PER * 4 + j / PER % 4];
+                if (FINDS) row = found.rounded(row);
+                if (U::ELEMENT == E_U8) row ^= 0x80808080u;
                 UNROLLED(i, ROWS) {
                     const u32v dword = all(a[i * lda + d + j]);
                     acc[i] = U::ELEMENT == E_U8 ? U::dot(acc[i], row, dword) : U::dot(acc[i], dword, row);
@@ -167,7 +157,7 @@ template <class U> struct Few {
         const lp::Work& p = j.p;
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = p.m;
         Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m, false);
-        const int group = j.along_k ? (int)j.span * W : !p.scales_b && (P == 4 || m * lanes <= 4096) ? 4 / P : W;
+        const int group = j.along_k || p.scales_b || (P < 4 && m * lanes > 4096) ? (int)j.span * W : 4 / P;
         const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at : t.a;
         for (int64_t block = 0, end; block < j.blocks; block = end) {
             const int64_t left = j.chunk - block % j.chunk, rest = p.k - block * W * P;
@@ -229,7 +219,7 @@ template <class U> struct Few {
 
     template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(bool k) {
         if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
-        if constexpr (TYPE != PANEL && !is_coded(TYPE) && (bits_of(TYPE) > 8 || P == 4) && W >= 4 * numbers_per_dword(U::ELEMENT, TYPE)) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
+        if constexpr (TYPE != PANEL && (bits_of(TYPE) > 8 || P == 4) && W >= 4 * PER_DWORD<U::ELEMENT, TYPE>) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
         return nullptr;
     }
     template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m, bool along_k) {
@@ -267,7 +257,8 @@ template <class U> struct Few {
         int64_t most = along_lanes(p) ? 1024 : p.b.k == 1 && !p.b.k_offsets ? SPAN_LANES
                                                                             : 256;
         j.span = most == SPAN_LANES ? SPAN : 1;
-        if (j.in_place && !j.along_k) most = p.m <= 2 ? 4096 : 2048;
+        if (j.along_k) j.span = j.chunk;
+        else if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
         j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.lda * M, 64) * 64;

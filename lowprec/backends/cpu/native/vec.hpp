@@ -91,10 +91,10 @@ template <int TYPE> INLINE f32v widened(const void* at) {
     } else return get<f32v>(at);
 }
 
-// The numbers in the low (`which` is 0) or high halves of dwords, or in dwords.
-template <int TYPE> INLINE f32v number(u32v x, int which) {
-    if (TYPE == LP_BF16) return floats(which ? x & 0xffff0000u : x << 16);
-    const u16v halves = __builtin_convertvector(which ? x >> 16 : x, u16v);
+// Dwords as numbers, or their low halves, or the high ones.
+template <int TYPE> INLINE f32v number(u32v x, bool high) {
+    if (TYPE == LP_BF16) return floats(high ? x & 0xffff0000u : x << 16);
+    const u16v halves = __builtin_convertvector(high ? x >> 16 : x, u16v);
     return TYPE == LP_F16 ? load_f16_as<f32v>(&halves) : floats(x);
 }
 
@@ -122,22 +122,22 @@ constexpr int source_of(int stage, int odd, int i) {
     if (stage == 2) return i / 2 * 2 + i % 2 * (W / 2) + odd;
     return i / (W / 2) * W + i % (W / 2) / 4 * 8 + i % 4 + 4 * odd;
 }
-template <int STAGE, class V, int... I> INLINE void exchange(u32v* rows, std::integer_sequence<int, I...>, int count = W) {
-    UNROLLED(i, count)
+template <int STAGE, class V, int... I> INLINE void exchange(u32v* rows, std::integer_sequence<int, I...>) {
+    UNROLLED(i, W)
         if (!(i & STAGE)) {
             V a = (V)rows[i], b = (V)rows[i + STAGE];
             rows[i] = (u32v)__builtin_shufflevector(a, b, source_of(STAGE, 0, I)...);
             rows[i + STAGE] = (u32v)__builtin_shufflevector(a, b, source_of(STAGE, 1, I)...);
         }
 }
-INLINE void transpose_blocks(u32v* rows, int count) {
-    exchange<1, u32v>(rows, std::make_integer_sequence<int, W>(), count);
-    exchange<2, u64v>(rows, std::make_integer_sequence<int, W / 2>(), count);
-    UNROLLED_BY(i, count, 4) std::swap(rows[i + 1], rows[i + 2]);
+INLINE void transpose_blocks(u32v* rows) {  // 4 x 4 dwords each
+    exchange<1, u32v>(rows, std::make_integer_sequence<int, W>());
+    exchange<2, u64v>(rows, std::make_integer_sequence<int, W / 2>());
+    UNROLLED_BY(i, W, 4) std::swap(rows[i + 1], rows[i + 2]);
 }
 INLINE void transpose(u32v* rows) {
     std::make_integer_sequence<int, W> lanes;
-    transpose_blocks(rows, W);
+    transpose_blocks(rows);
     if constexpr (W > 4) exchange<4, u32v>(rows, lanes);
     if constexpr (W > 8) exchange<8, u32v>(rows, lanes);
 }

@@ -2,10 +2,8 @@
 const int W = 16;
 // Four blocks of 16 bytes, `step` bytes apart.
 template <class V> static inline V blocks_at(const char* at, int64_t step) {
-    const __m128i* from[] = {(const __m128i*)at, (const __m128i*)(at + step), (const __m128i*)(at + 2 * step), (const __m128i*)(at + 3 * step)};
-    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128(from[0]));
-    x = _mm512_inserti32x4(x, _mm_loadu_si128(from[1]), 1), x = _mm512_inserti32x4(x, _mm_loadu_si128(from[2]), 2);
-    return (V)_mm512_inserti32x4(x, _mm_loadu_si128(from[3]), 3);
+    const __m256i low = _mm256_loadu2_m128i((const __m128i*)(at + step), (const __m128i*)at);
+    return (V)_mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu2_m128i((const __m128i*)(at + 3 * step), (const __m128i*)(at + 2 * step)), 1);
 }
 template <class V> static inline V widen_u8(const void* at) { return (V)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline V widen_u16(const void* at) { return (V)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)); }
