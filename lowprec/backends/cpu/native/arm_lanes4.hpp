@@ -1,5 +1,6 @@
 // What the units with 128-bit vectors of AArch64 share: conversions of float16, the shape of a tile.
 const int W = 4;
+template <class V> static inline V blocks_at(const char* at, int64_t) { return (V)vld1q_u8((const uint8_t*)at); }
 template <class V> static inline V widen_u8(const void* at) {
     uint32_t four;
     __builtin_memcpy(&four, at, 4);

@@ -79,6 +79,49 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
     for (; at < lanes; at += W) columns(at, std::integral_constant<int, 1>());
 }
 
+// The same for lanes that are contiguous along k, `ldb` bytes apart, and whole blocks: squares are transposed in registers.
+template <int ELEMENT, int TYPE> constexpr int PER_DWORD = per_dword(ELEMENT) == 4 ? 1 : 32 / bits_of(TYPE);  // numbers of a run
+template <class U, int ROWS, int TYPE, int FORMAT>
+static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema* extrema) {
+    typedef typename U::Acc Acc;
+    constexpr int P = per_dword(U::ELEMENT), PER = PER_DWORD<U::ELEMENT, TYPE>, RUNS = P == 4 ? 1 : P, RUN = W * 4 / PER, GROUPS = RUN / 16;
+    constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
+    for (int64_t at = 0; at < lanes; at += W, b += W * ldb) {
+        Acc acc[ROWS];
+        Extrema found = FINDS ? extrema[at / W] : Extrema{u32v{}, u32v{}};
+        UNROLLED(i, ROWS) acc[i] = adds ? get<Acc>(y + i * ldy + at) : Acc{};
+        for (int d = 0; d < dwords; d += W) {
+            const char* from = b + d * RUNS * 4 / PER;
+            u32v rows[W];
+            UNROLLED(i, W)
+                UNROLLED_BY(line, RUNS * RUN, 64) __builtin_prefetch(from + line + i * ldb + 512, 0, 2);
+            UNROLLED(i, RUN / 4) {  // rows of memory one after the other: those far apart share few places of a cache
+                u32v raw[RUNS];
+                UNROLLED(p, RUNS) raw[p] = blocks_at<u32v>(from + p * RUN + i % GROUPS * 16 + i / GROUPS * ldb, 4 * ldb);
+                UNROLLED(half, PER) {
+                    u32v& row = rows[(i % GROUPS * PER + half) * 4 + i / GROUPS];
+                    f32v x[RUNS];
+                    UNROLLED(p, RUNS) x[p] = number<TYPE>(raw[p], half);
+                    if constexpr (P == 4 || FINDS) row = raw[0];
+                    else emit_parts<FORMAT, U::ELEMENT, false>(x, s, &row);
+                }
+            }
+            transpose_blocks(rows);
+            UNROLLED(j, W) {
+                u32v row = rows[j / (4 * PER) * 4 * PER + j % PER * 4 + j / PER % 4];
+                if (FINDS) row = found.rounded(row);
+                if (U::ELEMENT == E_U8) row ^= 0x80808080u;
+                UNROLLED(i, ROWS) {
+                    const u32v dword = all(a[i * lda + d + j]);
+                    acc[i] = U::ELEMENT == E_U8 ? U::dot(acc[i], row, dword) : U::dot(acc[i], dword, row);
+                }
+            }
+        }
+        UNROLLED(i, ROWS) put(y + i * ldy + at, acc[i]);
+        if (FINDS) extrema[at / W] = found;
+    }
+}
+
 template <class U> struct Few {
     typedef typename U::Acc Acc;
     typedef Gemm<U> G;
@@ -89,7 +132,7 @@ template <class U> struct Few {
     struct Job {
         lp::Work& p;
         Pack *pack_a, *pack_b;
-        bool in_place, direct, plain_a;  // of b; of the result; of a
+        bool in_place, along_k, direct, plain_a;  // of b, twice; of the result; of a
         int64_t blocks, chunk, columns, span, tasks, memory_each, a_dwords, lda, ldy, size;  // span: packed blocks
         uint32_t* memory;
         int32_t *exponents_a, *exponents_b;
@@ -113,20 +156,20 @@ template <class U> struct Few {
     static void add(Job& j, Thread& t, int64_t first, int64_t lanes, bool in_place, uint32_t* sums, int64_t lds) {
         const lp::Work& p = j.p;
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = p.m;
-        Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m);
-        const int group = !p.scales_b && (P == 4 || m * lanes <= 4096) ? 4 / P : W;
+        Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m, false);
+        const int group = j.along_k || p.scales_b || (P < 4 && m * lanes > 4096) ? (int)j.span * W : 4 / P;
         const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at : t.a;
         for (int64_t block = 0, end; block < j.blocks; block = end) {
             const int64_t left = j.chunk - block % j.chunk, rest = p.k - block * W * P;
-            end = G::least(block + G::least(left, j.span), j.blocks);
+            end = G::least(block + G::least(left, j.span), j.along_k && rest >= W * P ? p.k / (W * P) : j.blocks);
             uint32_t* y = block < j.chunk ? sums : t.part;
             const int64_t ldy = block < j.chunk ? lds : j.ldy;
             const bool adds = left < j.chunk;
             const int dwords = (int)((end - block - 1) * W + G::least(rest - (end - block - 1) * W * P, W));
-            const int64_t whole = rest >= W * P || P == 1 ? in_lanes : 0;
+            const int64_t whole = rest >= W * P || (P == 1 && !j.along_k) ? in_lanes : 0;
             for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
-                const char* at = p.b.at + (first + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
-                whole_rows(p.b, a + block * W + d, j.lda, at, p.b.k * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
+                const char* at = p.b.at + (first * p.b.lane + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
+                whole_rows(p.b, a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
@@ -174,23 +217,29 @@ template <class U> struct Few {
         }
     }
 
-    template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m) {
-        if (m <= 2) return m == 1 ? few_rows<U, 1, TYPE, FORMAT> : few_rows<U, 2, TYPE, FORMAT>;
-        return m <= 4 ? few_rows<U, 4, TYPE, FORMAT> : few_rows<U, M, TYPE, FORMAT>;
+    template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(bool k) {
+        if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
+        if constexpr (TYPE != PANEL && (bits_of(TYPE) > 8 || P == 4) && W >= 4 * PER_DWORD<U::ELEMENT, TYPE>) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
+        return nullptr;
+    }
+    template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m, bool along_k) {
+        if (m <= 2) return m == 1 ? rows_along<1, TYPE, FORMAT>(along_k) : rows_along<2, TYPE, FORMAT>(along_k);
+        return m <= 4 ? rows_along<4, TYPE, FORMAT>(along_k) : rows_along<M, TYPE, FORMAT>(along_k);
     }
 
     template <int TYPE, int FORMAT> static void find(const lp::Work& p, int64_t m, Rows*& rows) {
         if constexpr (can_pack(U::ELEMENT, TYPE, FORMAT))
-            if (p.b.type == TYPE && p.b.format == FORMAT) rows = rows_for<TYPE, FORMAT>(m);
+            if (p.b.type == TYPE && p.b.format == FORMAT) rows = rows_for<TYPE, FORMAT>(m, !along_lanes(p));
     }
     // Of the types that fill most of a model's memory.
     static Rows* in_place_for(const lp::Work& p, int64_t m) {
-        if (!along_lanes(p) || p.b.k_offsets) return nullptr;
+        const bool along_k = !along_lanes(p);
+        if (p.b.k_offsets || p.b.lane_offsets || (along_k && p.scales_b && p.k % W)) return nullptr;
         Rows* rows = nullptr;
         find<LP_F32, LP_EXACT>(p, m, rows), find<LP_F32, LP_TO_TF32>(p, m, rows), find<LP_F32, LP_TO_BF16>(p, m, rows);
         find<LP_F32, LP_TO_F16>(p, m, rows), find<LP_F16, LP_EXACT>(p, m, rows), find<LP_BF16, LP_EXACT>(p, m, rows);
         find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
-        if (m <= 2) find<LP_I8, LP_EXACT>(p, m, rows);  // more rows need the registers in which int8 is interleaved
+        if (m <= 2 || along_k) find<LP_I8, LP_EXACT>(p, m, rows);  // more rows need the registers in which int8 is interleaved
         return rows;
     }
 
@@ -199,7 +248,7 @@ template <class U> struct Few {
         j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
         const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m == M;  // no more rows are computed
-        j.in_place = in_place_for(p, p.m), j.size = bits_of(p.b.type) / 8;
+        j.in_place = in_place_for(p, p.m), j.along_k = j.in_place && !along_lanes(p), j.size = bits_of(p.b.type) / 8;
         j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
         j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
@@ -208,7 +257,8 @@ template <class U> struct Few {
         int64_t most = along_lanes(p) ? 1024 : p.b.k == 1 && !p.b.k_offsets ? SPAN_LANES
                                                                             : 256;
         j.span = most == SPAN_LANES ? SPAN : 1;
-        if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
+        if (j.along_k) j.span = j.chunk;
+        else if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
         j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.lda * M, 64) * 64;

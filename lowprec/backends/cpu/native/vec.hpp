@@ -91,6 +91,13 @@ template <int TYPE> INLINE f32v widened(const void* at) {
     } else return get<f32v>(at);
 }
 
+// Dwords as numbers, or their low halves, or the high ones.
+template <int TYPE> INLINE f32v number(u32v x, bool high) {
+    if (TYPE == LP_BF16) return floats(high ? x & 0xffff0000u : x << 16);
+    const u16v halves = __builtin_convertvector(high ? x >> 16 : x, u16v);
+    return TYPE == LP_F16 ? load_f16_as<f32v>(&halves) : floats(x);
+}
+
 // The scale of a block of codes.
 INLINE float block_scale(int type, uint8_t code) {
     if (type == LP_NVFP4) {
@@ -123,11 +130,14 @@ template <int STAGE, class V, int... I> INLINE void exchange(u32v* rows, std::in
             rows[i + STAGE] = (u32v)__builtin_shufflevector(a, b, source_of(STAGE, 1, I)...);
         }
 }
-INLINE void transpose(u32v* rows) {
-    std::make_integer_sequence<int, W> lanes;
-    exchange<1, u32v>(rows, lanes);
+INLINE void transpose_blocks(u32v* rows) {  // 4 x 4 dwords each
+    exchange<1, u32v>(rows, std::make_integer_sequence<int, W>());
     exchange<2, u64v>(rows, std::make_integer_sequence<int, W / 2>());
     UNROLLED_BY(i, W, 4) std::swap(rows[i + 1], rows[i + 2]);
+}
+INLINE void transpose(u32v* rows) {
+    std::make_integer_sequence<int, W> lanes;
+    transpose_blocks(rows);
     if constexpr (W > 4) exchange<4, u32v>(rows, lanes);
     if constexpr (W > 8) exchange<8, u32v>(rows, lanes);
 }

@@ -1,5 +1,10 @@
 // What the units with 512-bit vectors share: conversions of float16, stores past the caches, the shape of a tile.
 const int W = 16;
+// Four blocks of 16 bytes, `step` bytes apart.
+template <class V> static inline V blocks_at(const char* at, int64_t step) {
+    const __m256i low = _mm256_loadu2_m128i((const __m128i*)(at + step), (const __m128i*)at);
+    return (V)_mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu2_m128i((const __m128i*)(at + 3 * step), (const __m128i*)(at + 2 * step)), 1);
+}
 template <class V> static inline V widen_u8(const void* at) { return (V)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline V widen_u16(const void* at) { return (V)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }

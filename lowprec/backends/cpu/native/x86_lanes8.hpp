@@ -1,5 +1,7 @@
 // What the units with 256-bit vectors share: conversions of float16, stores past the caches, the shape of a tile.
 const int W = 8;
+// Two blocks of 16 bytes, `step` bytes apart.
+template <class V> static inline V blocks_at(const char* at, int64_t step) { return (V)_mm256_loadu2_m128i((const __m128i*)(at + step), (const __m128i*)at); }
 template <class V> static inline V widen_u8(const void* at) { return (V)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
 template <class V> static inline V widen_u16(const void* at) { return (V)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
