@@ -197,11 +197,12 @@ class Round:
         """Multiply with a signal pending; only a handler's exception may be raised by it."""
         raised, unraisable = self.counts["exceptions of handlers"], self.unraisable
         caught: BaseException | None = None
-        kind = KINDS[int(self.rng.integers(len(KINDS)))]
+        kind, mode = KINDS[int(self.rng.integers(len(KINDS)))], str(self.rng.choice(MODES))
+        delay = float(10 ** self.rng.uniform(-5, -2.3))
         try:
             self.armed = kind
-            signal.setitimer(signal.ITIMER_REAL, float(10 ** self.rng.uniform(-5, -2.3)))
-            self.multiply(self.rng, str(self.rng.choice(MODES)), out=True)
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            self.multiply(self.rng, mode, out=True)
             self.armed = None
         except BaseException as error:  # noqa: BLE001 - judged below
             self.armed = None

@@ -43,7 +43,7 @@ from support.kernel_oracles import (
     stack_of,
     with_epilogue,
 )
-from support.kernel_variants import ADDENDS, EVERY_PACKING, FLOAT8, IN_PARTS, REAL, RESULTS
+from support.kernel_variants import ADDENDS, EVERY_PACKING, FLOAT8, IN_PARTS, QUANTIZED, REAL, RESULTS
 from support.machines import gpu
 
 STREAM = 1
@@ -579,20 +579,21 @@ def test_plans_use_only_tested_packings_and_epilogues(mode):
         call = plan.call
         assert call is not None
         for x in filter(None, (call.pack_a, call.pack_b)):
-            asked.append((x.source.dtype, x.dtype, x.scaled, x.complex_as))
+            asked.append((x.source.dtype, x.dtype, x.scaled, x.complex_as) if x.rule is None else x.rule)
             lines, elements = PACKED[x.complex_as]
             assert x.leading_dimension >= x.source.cols * elements
             assert x.padded_rows >= x.source.rows * lines
         e = epilogue(plan, call)
-        assert (e.product_dtype, e.out.dtype) in RESULTS
-        added = {(e.product_dtype, x.dtype) for x in (e.c, e.bias) if x}
+        product_dtype = D.FLOAT32 if any(e.factors) else e.product_dtype  # the type of the arithmetic
+        assert (product_dtype, e.out.dtype) in RESULTS
+        added = {(product_dtype, x.dtype) for x in (e.c, e.bias) if x}
         integers = {(D.INT32, D.INT8), (D.INT32, D.INT32)} if e.c is None else set()
         assert added <= {*ADDENDS, *integers}
-        assert not e.scaled or e.product_dtype in (D.FLOAT32, D.COMPLEX64)
+        assert not e.scaled or product_dtype in (D.FLOAT32, D.COMPLEX64)
         legal = {D.FLOAT32: {*Activation}, D.FLOAT64: {*Activation}, D.INT32: {Activation.RELU}}
-        assert e.activation in {None, *legal.get(e.product_dtype, ())}
+        assert e.activation in {None, *legal.get(product_dtype, ())}
     assert len(asked) > 100
-    assert set(asked) <= set(EVERY_PACKING)
+    assert set(asked) <= {*EVERY_PACKING, *QUANTIZED}
 
 
 # -- non-finite results --------------------------------------------------------------------------
