@@ -102,7 +102,8 @@ template <int TYPE> INLINE f32v number(u32v x, bool high) {
 INLINE float block_scale(int type, uint8_t code) {
     if (type == LP_NVFP4) {  // E4M3, as float32 with another bias
         const float x = __builtin_bit_cast(float, (code & 0x7fu) << 20) * 0x1p120f;
-        return (code & 0x7f) == 0x7f ? __builtin_bit_cast(float, 0x7fc00000u) : code & 0x80 ? -x : x;
+        return (code & 0x7f) == 0x7f ? __builtin_bit_cast(float, 0x7fc00000u) : code & 0x80 ? -x
+                                                                                            : x;
     }
     uint32_t power = code ? (uint32_t)code << 23 : 1u << 22;
     if (code == 255) power = 0x7fc00000u;
