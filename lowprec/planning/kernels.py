@@ -63,7 +63,7 @@ class KernelRow(NamedTuple):
     part_products: int = 0  # their products per product, if it is known
     truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
-    decodes_b: bool = False  # decodes the codes of a ``b`` of 8- or 4-bit formats while it packs
+    decodes_b: frozenset[str] = frozenset()  # formats with blocks whose codes in ``b`` it decodes as it packs, as FP8's
     emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
 
     def __str__(self) -> str:

@@ -89,7 +89,8 @@ def _reason_kind(plan: GemmPlan, prepared_for: Mode) -> ReasonKind:
         along_k = b.dtype.is_float8 or (b.blocks is not None and b.blocks.axis == -min(2, len(b.shape)))
         # Widened numbers are rounded, and complex products read planes.
         widens = plan.rounded[1] or plan.compute_dtype.is_complex or (b.blocks and b.blocks.row.has_float_scales)
-        reads = kernel.decodes_b and along_k and plan.flops and not widens
+        decodes = kernel.decodes_b and (b.dtype.is_float8 or (b.blocks and b.blocks.format in kernel.decodes_b))
+        reads = decodes and along_k and plan.flops and not widens
         return ReasonKind.CODES_READ if reads else ReasonKind.NOT_KEPT
     if plan.mode_has_effect and plan.mode != prepared_for:
         return ReasonKind.PREPARED_FOR_ANOTHER_MODE

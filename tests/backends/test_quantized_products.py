@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.formats import BLOCK_FORMATS
+from lowprec import recipes
+from lowprec.formats import BLOCK_FORMATS, FLOAT8_E5M2, FLOAT8_E8M0FNU, BlockFormat
 from lowprec.modes import available_modes
 
 #: Blocks along another axis are tested, too.
@@ -241,6 +242,18 @@ def test_the_plan_shows_every_widening(monkeypatch):
         lowprec.matmul(x, y, **options)
         copies = [copy for copy in lowprec.plan(x, y, **options).copies if "widened" in copy.reason]
         assert len(counted) == len(copies), number
+
+
+def test_a_format_that_no_kernel_decodes(monkeypatch):
+    row = BlockFormat("mxfp8_e5m2", FLOAT8_E5M2, 8, 32, FLOAT8_E8M0FNU, has_scale=False)
+    monkeypatch.setitem(BLOCK_FORMATS, row.name, row)
+    monkeypatch.setitem(recipes.FORMATS, row.name, (recipes.Rule("e5m2", "block", (1, 32), "floor"),) * 2)
+    rng = np.random.default_rng(12)
+    a, b = rng.standard_normal((8, 100)).astype(np.float32), rng.standard_normal((100, 70)).astype(np.float32)
+    q = lowprec.quantize(b, row.name, axis=0)
+    assert 0 < np.abs(q.dequantize() - b).max() < 0.6
+    np.testing.assert_array_equal(lowprec.matmul(a, q), lowprec.matmul(a, q.dequantize()))
+    assert "widened" in str(lowprec.plan(a, q).copies)
 
 
 def test_codes_are_read_in_place_and_freed():

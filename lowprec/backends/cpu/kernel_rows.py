@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowprec.backends.cpu.library import BLOCK_TYPES
 from lowprec.formats import DType
 from lowprec.planning import KernelRow, Summation
 
 _COMPILED = KernelRow(name="", units="", products_per_complex=4, packs=True, keeps_b=True)
 _FP32 = _COMPILED._replace(
-    formats=frozenset({"float32", "tf32", "float16", "bfloat16"}), k_chunk=768, holds_in=DType.FLOAT32, decodes_b=True
+    formats=frozenset({"float32", "tf32", "float16", "bfloat16"}),
+    k_chunk=768,
+    holds_in=DType.FLOAT32,
+    decodes_b=frozenset(BLOCK_TYPES),
 )
 #: Chunks of as many bytes as in FP32.
 _BF16 = _COMPILED._replace(
     formats=frozenset({"bfloat16"}), cost_per_flop=0.4, cost_per_element=40.0, summation=Summation.PAIRS, k_chunk=1536,
-    decodes_b=True,
+    decodes_b=frozenset(BLOCK_TYPES),
 )  # fmt: skip
 _INT8 = _COMPILED._replace(formats=frozenset({"int8"}), cost_per_flop=0.25, cost_per_element=10.0)
 
