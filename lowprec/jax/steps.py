@@ -43,7 +43,7 @@ def at_step(step: jax.Array) -> Iterator[None]:
     ... def product(x, step):
     ...     with at_step(step):
     ...         return lowprec.matmul(x, x, math_mode=recipe)
-    >>> x = jnp.linspace(0, 1, 32 * 32).reshape(32, 32)
+    >>> x = jnp.linspace(0, 1, 32 * 32, dtype="float32").reshape(32, 32)
     >>> bool((product(x, 1) == product(x, 2)).all()), product._cache_size()
     (False, 1)
     """
