@@ -197,7 +197,7 @@ GUARD_LIMITS = {"none": 2.0, "torch": 15.0}
 #: The timed statements by name.
 BLOCKS = {
     "fp32_guard": "with guard: pass",
-    "fp32_guard, made anew": "with lowprec.fp32_guard(): pass",
+    "fp32_guard, a new one": "with lowprec.fp32_guard(): pass",
     "fp32_guard(frameworks=False)": "with own: pass",
     "math_mode": "with mode: pass",
     "threadpoolctl, found once": "with pools.limit(limits=1): pass",

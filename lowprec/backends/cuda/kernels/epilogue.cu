@@ -2,13 +2,13 @@
 // float32 factors of rows and columns.
 //
 // Macros: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where there are any;
-// SCALED, whether exponents (1) or factors (2) are given; ROW_FACTORS and COL_FACTORS, the sets of factors: 0 for none, 1 for
-// one that all matrices share, 2 for one each; RELU, GELU, the name of the activation, if there is one; VECTOR,
+// SCALED, whether exponents (1) or factors (2) are given; ROW_FACTORS and COL_FACTORS, the sets of factors: 0 for none, 1
+// for one that all matrices share, 2 for one each; RELU, GELU, the name of the activation, if there is one; VECTOR,
 // whether rows of product and result are contiguous and aligned.
 //
-// The arithmetic is that of the product's type (float with factors), in the order in which the CPU's is done, and is rounded once to the
-// result's. A scaled product is multiplied by alpha and its power of two or factors in double, where neither can overflow or
-// underflow, and is rounded once to the product's type.
+// The arithmetic is that of the product's type, or float with factors, in the order in which the CPU's is done, and is
+// rounded once to the result's type. A scaled product is multiplied by alpha and its power of two or factors in double,
+// where neither can overflow or underflow, and is rounded once to the type of the arithmetic.
 
 typedef PRODUCT Product;
 typedef RESULT Result;
