@@ -247,11 +247,11 @@ def test_products_are_those_of_the_rounded_numbers(any_gpu, mode):
 
 def test_rows_of_a_broadcast_batch_have_the_same_random_numbers(gpu):
     recipe, rng = Recipe("mxfp4", rounding="stochastic", seed=1), np.random.default_rng(5)
-    a, b = rng.standard_normal((1, 1, 64), np.float32), rng.standard_normal((64, 8), np.float32)
-    found = gpu.get(lowprec.matmul(gpu.put(np.broadcast_to(a, (4, 1, 64))), gpu.put(b), math_mode=recipe))
-    np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
+    a, b = rng.standard_normal((2, 1, 1, 64), np.float32), rng.standard_normal((64, 8), np.float32)
+    found = gpu.get(lowprec.matmul(gpu.put(np.broadcast_to(a, (2, 4, 1, 64))), gpu.put(b), math_mode=recipe))
+    np.testing.assert_array_equal(found, np.broadcast_to(found[:, :1], found.shape))
     x, y = operands(a, b, recipe)
-    assert close(found[:1], np.matmul(x, y), x, y)
+    assert close(found[:, :1], np.matmul(x, y), x, y)
 
 
 @pytest.mark.feature("recipes with stochastic rounding and a Hadamard transform")
