@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, POINTER, WORDS, ArrayView, Device, HostView, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, POINTER, WORDS, ArrayView, Device, HostView, data_pointer
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -21,18 +21,22 @@ _LARGE_BYTES = 1 << 20
 # By NumPy dtype in native byte order: the element type, the shift from byte strides to element strides, and the bits
 # of a byte stride that the shift drops.
 _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d, numpy_dtype in NUMPY_DTYPES.items()}
+_ALLOCATED = {d: (numpy_dtype, d.itemsize) for d, numpy_dtype in NUMPY_DTYPES.items()}
 #: Makes a view without ``__init__``, in two thirds of the time.
-_new = object.__new__
+_new, _empty = object.__new__, np.empty
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
     """Return the view of a NumPy array, or of a copy with its reason: foreign byte order, misaligned, odd strides."""
     entry = _ENTRIES.get(array.dtype)
-    flags = array.flags
-    if entry is None or not flags.aligned:
+    if entry is None:
         return view_of_copy(array)
     dtype, shift, lost = entry
     strides = array.strides
+    address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data  # data_pointer, without a call
+    # NumPy's flag takes longer, and is needed for complex numbers at multiples of their parts' size.
+    if address & lost and not array.flags.aligned:
+        return view_of_copy(array)
     if len(strides) == 2:  # the common case, 0.3 us faster than the loop below
         first, second = strides
         if (first | second) & lost:
@@ -43,10 +47,9 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
             if stride & lost:
                 return view_of_copy(array)
         strides = tuple([s >> shift for s in strides])
-    address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data  # data_pointer, without a call
     view = _new(HostView)
-    view.dtype, view.shape, view.strides, view.device, view.copied = dtype, array.shape, strides, CPU, copied
-    view.owner, view.read_only, view.address = array, not flags.writeable, address
+    view.dtype, view.shape, view.strides, view.owner = dtype, array.shape, strides, array
+    view.address, view.copied = address, copied
     return view
 
 
@@ -62,8 +65,8 @@ def view_of_copy(array: NDArray[Any]) -> ArrayView:
     else:
         reason = "its memory is not aligned to the element size"
     copy = np.array(array, NUMPY_DTYPES[dtype], order="C")
-    strides = contiguous_strides(copy.shape)
-    return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, data_pointer(copy), reason)
+    copy.flags.writeable = array.flags.writeable
+    return host_view(copy, reason)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -82,19 +85,19 @@ class NumpyLibrary(Library):
     describe = view = staticmethod(host_view)  # one call less per operand
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        numpy_dtype = NUMPY_DTYPES[dtype]
+        numpy_dtype, itemsize = _ALLOCATED[dtype]
         if len(shape) == 2:  # the common case
             rows, cols = shape
             size = rows * cols
             strides: tuple[int, ...] = (cols or 1, 1)
         else:
             size, strides = prod(shape), contiguous_strides(shape)
-        large = size * numpy_dtype.itemsize >= _LARGE_BYTES
-        array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
+        large = size * itemsize >= _LARGE_BYTES
+        array = aligned_empty(shape, numpy_dtype) if large else _empty(shape, numpy_dtype)
         address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
         view = _new(HostView)
-        view.dtype, view.shape, view.strides, view.device, view.copied = dtype, shape, strides, CPU, None
-        view.owner, view.read_only, view.address = array, False, address
+        view.dtype, view.shape, view.strides, view.owner = dtype, shape, strides, array
+        view.address, view.copied = address, None
         return view
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:

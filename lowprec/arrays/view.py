@@ -175,9 +175,14 @@ class ArrayView:
 
 
 class HostView(ArrayView):
-    """The view of a NumPy array."""
+    """The view of a NumPy array, which functions of ``numpy_library`` make field by field."""
 
     __slots__ = ()
+    device = CPU
+
+    @property
+    def read_only(self) -> bool:  # type: ignore[override]
+        return not self.owner.flags.writeable
 
     def ndarray(self) -> NDArray[Any]:
         array: NDArray[Any] = self.owner

@@ -127,8 +127,8 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     in_order = _scales_in_order(plan) if plan.problem.is_scaled else None
 
     def execute(arguments: Arguments, keep: Any = offsets) -> None:
-        a, b, out, c, bias, alpha, beta = arguments[:7]
-        description, at, scales, rows, cols = of_stored, b.address, 0, None, None
+        a, b, out, c, bias, alpha, beta, _, _, _, rows, cols, _ = arguments
+        description, at, scales = of_stored, b.address, 0
         if has_codes and b.blocks:
             at, scales, _ = b.packed_operand("codes", functools.partial(_codes, b))
         elif b.is_prepared and b.mode in modes and (keeps_c or c is None or c.address != out.address):
