@@ -160,7 +160,7 @@ def test_the_sum_of_the_parts():
     check(bound, relative, 0, 2 * HALF_STEP)
 
 
-@pytest.mark.parametrize(("k", "length", "chunks"), [(768, 768, 1), (769, 448, 2), (2000, 704, 3)])
+@pytest.mark.parametrize(("k", "length", "chunks"), [(384, 384, 1), (385, 256, 2), (2000, 384, 6)])
 def test_chunks_on_fp32_units(k, length, chunks):
     # Of each chunk the sum is added, after the first.
     bound = error_bound(MathMode.FP32, F32, F32, k, ROWS["fp32_avx512"])
@@ -170,10 +170,10 @@ def test_chunks_on_fp32_units(k, length, chunks):
 def test_complex_numbers_on_fp32_units():
     # Two sums of each chunk are added: of products of real parts, and of imaginary ones.
     bound = error_bound(MathMode.FP32, C64, C64, 2000, ROWS["fp32_avx2"])
-    check(bound, sqrt(2) * gamma(704 + 2 * 3 - 1), 0, 2 * (2000 + 2) * HALF_STEP, 2)
+    check(bound, sqrt(2) * gamma(384 + 2 * 6 - 1), 0, 2 * (2000 + 5) * HALF_STEP, 2)
 
 
-@pytest.mark.parametrize(("k", "length", "chunks"), [(101, 102, 1), (1536, 1536, 1), (6000, 1536, 4)])
+@pytest.mark.parametrize(("k", "length", "chunks"), [(101, 102, 1), (768, 768, 1), (6000, 768, 8)])
 def test_parts_on_vector_units(k, length, chunks):
     # An odd length takes an even number of roundings. Each chunk of a product is added, the smallest first.
     high, low = 1 + 2.0**-8, 2.0**-8
@@ -191,13 +191,13 @@ def test_pairs_that_are_rounded_to_odd():
 
 
 def test_parts_on_tile_units():
-    # 17 roundings and one for each 32 of a chunk of 1536, of which there are 4.
+    # 17 roundings and one for each 32 of a chunk of 768, of which there are 8.
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
-    counts = [17 + 48 + 3 * 4 - after for after in (1, 1, 2)]
+    counts = [17 + 24 + 3 * 8 - after for after in (1, 1, 2)]
     relative = fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
     bound = error_bound(MathMode.BF16X3, F32, F32, 6000, ROWS["bf16_amx"])
-    check(bound, relative, 2 * NORMAL, (3 * (6000 + 3) + 2) * NORMAL)
+    check(bound, relative, 2 * NORMAL, (3 * (6000 + 7) + 2) * NORMAL)
 
 
 # -- norms ----------------------------------------------------------------------------------------

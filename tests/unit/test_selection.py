@@ -71,7 +71,7 @@ def test_excluded_modes_are_passed_over():
 
 
 def test_no_mode_within_rtol_is_an_error_with_the_bounds():
-    words = r"no math mode guarantees rtol = 1e-09 for float32 operands at k = 1024; bounds: .*fp32 3\.0.*float64"
+    words = r"no math mode guarantees rtol = 1e-09 for float32 operands at k = 1024; bounds: .*fp32 2\.3.*float64"
     with pytest.raises(ModeError, match=words):
         select_mode(square(DType.FLOAT32), AMX, 1e-9)
 
@@ -88,7 +88,7 @@ def test_the_plans_candidates_print():
     plan = dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
     text = " ".join(str(plan).split())
     assert "mode bound cost verdict" in text
-    assert "bf16x3 3.35e-05 0.46 taken: the cheapest" in text
+    assert "bf16x3 3.28e-05 0.46 taken: the cheapest" in text
 
 
 def test_a_bound_that_is_the_tolerance_is_within_it():

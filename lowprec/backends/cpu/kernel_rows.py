@@ -16,13 +16,13 @@ from lowprec.planning import KernelRow, Summation
 _COMPILED = KernelRow(name="", units="", products_per_complex=4, packs=True, keeps_b=True)
 _FP32 = _COMPILED._replace(
     formats=frozenset({"float32", "tf32", "float16", "bfloat16"}),
-    k_chunk=768,
+    k_chunk=384,
     holds_in=DType.FLOAT32,
     decodes_b=frozenset(BLOCK_TYPES),
 )
 #: Chunks of as many bytes as in FP32.
 _BF16 = _COMPILED._replace(
-    formats=frozenset({"bfloat16"}), cost_per_flop=0.4, cost_per_element=40.0, summation=Summation.PAIRS, k_chunk=1536,
+    formats=frozenset({"bfloat16"}), cost_per_flop=0.4, cost_per_element=40.0, summation=Summation.PAIRS, k_chunk=768,
     decodes_b=frozenset(BLOCK_TYPES),
 )  # fmt: skip
 _INT8 = _COMPILED._replace(formats=frozenset({"int8"}), cost_per_flop=0.25, cost_per_element=10.0)

@@ -252,7 +252,7 @@ template <class U> struct Few {
         j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
         j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
-        j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(chunk_of(p.k, G::LONGEST), P * W);
+        j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(sum_length(p.k, G::LONGEST), P * W);
         j.lda = j.plain_a ? p.a.lane : j.blocks * W;
         int64_t most = along_lanes(p) ? 1024 : p.b.k == 1 && !p.b.k_offsets ? SPAN_LANES
                                                                             : 256;

@@ -1,8 +1,9 @@
 // The micro-kernel and the loops around it (BLIS's, with blocks of a in the L2 cache), as templates of a unit. A unit U has
 //   ELEMENT, ROWS (MR), COLUMNS (NR, in vectors), Acc, dot(acc, a, b), begin(), end(), and IS_TILED: then its micro-kernel is
 //   `tile`, without variants for fewer rows.
-// One call of a micro-kernel sums one product of parts over one chunk of k from zero, then adds the sum to a tile of C.
-// Chunks depend on k only, so an element of the result depends on its row of a, its column of b and k alone.
+// One call of a micro-kernel sums one product of parts over a part of k from zero, then adds the sum to a tile of C. These
+// parts depend on k only, so an element of the result depends on its row of a, its column of b and k alone. They are half
+// of a chunk, for which the operands are packed: shorter sums have smaller errors, and the tile is still in the L1 cache.
 
 const int SETS = 0, ADDS = 1, STREAMS = 2;  // how a micro-kernel writes C: past the caches if it STREAMS
 
@@ -49,11 +50,11 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
         }
 }
 
-// The length of the chunks in which k is summed: all of k, or equal parts of at most LONGEST, in multiples of 64.
-static int64_t chunk_of(int64_t k, int64_t longest) {
+// The length of the sums over k: all of k, or equal parts of at most `longest`, in multiples of 64.
+static int64_t sum_length(int64_t k, int64_t longest) {
     if (k <= longest) return k;
-    int64_t chunks = (k + longest - 1) / longest;
-    return ((k + chunks - 1) / chunks + 63) / 64 * 64;
+    int64_t sums = (k + longest - 1) / longest;
+    return ((k + sums - 1) / sums + 63) / 64 * 64;
 }
 
 template <class U> struct Few;
@@ -63,13 +64,13 @@ template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
     static constexpr bool SCALES = U::ELEMENT == E_F32 || U::ELEMENT == E_PAIR;
-    static constexpr int64_t LONGEST = 768 * P, A_BYTES = 448 << 10, PAD = 48;
+    static constexpr int64_t LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
 
     struct Job {
         lp::Work& p;
         Pack *pack_a, *pack_b;
         int slots_a, slots_b;
-        int64_t strips_m, strips_n, blocks, chunk;   // chunk: blocks
+        int64_t strips_m, strips_n, blocks, sum, chunk;  // blocks of k: in all, of a sum, of a chunk
         int64_t task_m, task_n, grid_n, tasks;       // strips per task
         int64_t strip_a, strip_b;                    // dwords of a strip of a chunk of a, of a strip of all of b
         bool own_b, direct, plain, streams;          // tasks pack their strips of b; sums are kept in the result, and final
@@ -124,8 +125,7 @@ template <class U> struct Gemm {
     // The rows and columns of a task, in strips, and a chunk of k, in blocks.
     static void chunk_of_task(Job& j, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t k0, int64_t k1, uint32_t* memory) {
         const lp::Work& p = j.p;
-        const int64_t rows_last = p.m - (j.strips_m - 1) * M, k_end = least(k1 * P * W, p.k);
-        const int64_t rest = k_end - (k1 - 1) * P * W, dwords = (k1 - k0 - 1) * W + (rest < W ? rest : W);
+        const int64_t rows_last = p.m - (j.strips_m - 1) * M;
         Micro *whole = kernel<M>(), *last = micro_for(rows_last, std::make_integer_sequence<int, (M + 1) / 2>());
         const bool last_exact = rows_last == M || (rows_last % 2 == 0 && !U::IS_TILED), one_chunk = j.chunk >= j.blocks;
         const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
@@ -151,12 +151,17 @@ template <class U> struct Gemm {
                 int64_t ldc = N;
                 if (direct) c = (float*)p.out.at + m * M * p.out.row + n * N, ldc = p.out.row;
                 const uint32_t* a = packed_a + (m - m0) * j.strip_a;
-                for (int i = 0; i < p.term_count; i++) {
-                    const lp::Term& term = p.terms[i];
-                    (is_last ? last : whole)(a + term.a * M * W, j.slots_a * M * W, b + term.b * N * W, j.slots_b * N * W, dwords,
-                                             c + term.plane * M * N, ldc, term.factor, sums, k0 > 0 || term.adds ? ADDS : direct && j.streams ? STREAMS
-                                                                                                                                              : SETS,
-                                             next);
+                for (int64_t k = k0; k < k1; k += j.sum) {
+                    const int64_t end = least(k + j.sum, k1), rest = p.k - (end - 1) * P * W;
+                    for (int i = 0; i < p.term_count; i++) {
+                        const lp::Term& term = p.terms[i];
+                        const int write = k > 0 || term.adds ? ADDS : direct && j.streams ? STREAMS
+                                                                                          : SETS;
+                        (is_last ? last : whole)(a + ((k - k0) * j.slots_a + term.a) * M * W, j.slots_a * M * W,
+                                                 b + ((k - k0) * j.slots_b + term.b) * N * W, j.slots_b * N * W,
+                                                 (end - k - 1) * W + least(rest, W), c + term.plane * M * N, ldc, term.factor,
+                                                 k == k0 ? sums : nullptr, write, next + 256 * (k - k0));
+                    }
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
                 if (k1 < j.blocks || (direct && j.plain)) continue;
@@ -210,7 +215,7 @@ template <class U> struct Gemm {
         j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return false;
         j.slots_a = slots_of<U::ELEMENT>(p.a), j.slots_b = slots_of<U::ELEMENT>(p.b);
-        j.blocks = ceil(p.k, P * W), j.chunk = ceil(chunk_of(p.k, LONGEST), P * W);
+        j.blocks = ceil(p.k, P * W), j.sum = ceil(sum_length(p.k, LONGEST), P * W), j.chunk = 2 * j.sum;
         j.strips_m = ceil(p.m, M), j.strips_n = ceil(p.n, N);
         j.strip_b = strip_dwords(j.blocks, j.slots_b);
         return true;
@@ -223,12 +228,12 @@ template <class U> struct Gemm {
         j.pack_strips = 16;  // rows of memory are read in long runs
         while (j.pack_strips > 1 && j.strips_n < 4 * threads * j.pack_strips) j.pack_strips /= 2;
         j.pack_tasks = j.own_b || p.packed_b ? 0 : ceil(j.strips_n, j.pack_strips);
-        int64_t a_strip = j.chunk * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
+        int64_t a_strip = least(j.chunk, j.blocks) * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
         if (j.own_b) {
             bool along_k = p.b.k == 1;
             j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 * (1 + (P == 2));
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
-            j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(j.chunk, j.slots_b);
+            j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
             j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
         } else {
             int64_t ranges_m = ceil(j.strips_m, fitting < 1 ? 1 : fitting);
@@ -284,7 +289,7 @@ template <class U> struct Gemm {
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
         divide(j, threads);
         j.plain = is_plain(p) && (FLOATS || p.out.type == LP_I32), j.direct = is_direct(j);
-        j.streams = p.streams && j.chunk >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
+        j.streams = p.streams && j.sum >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
         uint32_t* memory = (uint32_t*)p.memory.of(4 * (b_dwords + threads * j.memory_each + exponents_dwords(p)));
