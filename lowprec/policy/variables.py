@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -58,38 +58,30 @@ FORCE_MATH_MODE = _mode_variable(
 )
 
 
-def _one_of(name: str, legal: Collection[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in legal:
+def _choice(
+    name: str, meaning: str, default: str, choices: Mapping[str, tuple[T, str]], *, read_once: bool = False
+) -> Variable[T]:
+    """Return a variable with few legal texts, each with its value and the description of that."""
+    shown = dict(choices.values())
+
+    def parse(text: str) -> T:
+        if text not in choices:
             raise EnvironmentVariableError(
-                f"environment variable {name} must be one of {', '.join(legal)}, got {quoted(text)}; or unset it"
+                f"environment variable {name} must be one of {', '.join(choices)}, got {quoted(text)}; or unset it"
             )
-        return text
+        return choices[text][0]
 
-    return parse
-
-
-_SWITCH = {"0": False, "1": True}
+    legal = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+    return Variable(name, meaning, legal, default, parse, shown.__getitem__, read_once=read_once)
 
 
-def _switch_variable(
-    name: str, meaning: str, default: str, words: tuple[str, str], *, read_once: bool = False
-) -> Variable[bool]:
-    word, legal = _one_of(name, _SWITCH), " or ".join(_SWITCH)
-    return Variable(
-        name, meaning, legal, default, lambda text: _SWITCH[word(text)], words.__getitem__, read_once=read_once
-    )  # fmt: skip
-
-
-GUARD = _switch_variable(
+GUARD = _choice(
     "LOWPREC_FP32_GUARD",
     "1 applies fp32_guard to lowprec in all threads of the process; lowprec run --guard sets it.",
     "no guard",
-    ("no guard", "no product is below full FP32"),
+    {"0": (False, "no guard"), "1": (True, "no product is below full FP32")},
     read_once=True,
 )
-
-
 TF32_OVERRIDE = Variable(
     "NVIDIA_TF32_OVERRIDE",
     "0 turns every mode that is based on TF32 into fp32, in cuBLAS and in lowprec, on GPU and CPU.",
@@ -104,13 +96,11 @@ TF32_OVERRIDE = Variable(
     ),
     read_once=True,
 )
-
-
-PEER_ACCESS = _switch_variable(
+PEER_ACCESS = _choice(
     "LOWPREC_PEER_ACCESS",
     "1 allocates results for JAX and DLPack such that other GPUs can access them, which takes longer.",
     "results are accessible from their own GPU",
-    ("results are accessible from their own GPU", "other GPUs may access results"),
+    {"0": (False, "results are accessible from their own GPU"), "1": (True, "other GPUs may access results")},
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
@@ -119,13 +109,11 @@ CACHE_DIR = Variable(
     "the user's cache folder of the system",
     str,
 )
-THREADS = Variable(
+THREADS = _choice(
     "LOWPREC_THREADS",
     "If PyTorch is loaded: own runs products on lowprec's workers, openmp on the threads of PyTorch's OpenMP runtime.",
-    "own or openmp",
     "openmp",
-    _one_of("LOWPREC_THREADS", ("own", "openmp")),
-    lambda word: "lowprec's own workers" if word == "own" else "PyTorch's threads if it is loaded",
+    {"own": ("own", "lowprec's own workers"), "openmp": ("openmp", "PyTorch's threads if it is loaded")},
 )
 
 #: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
@@ -142,17 +130,13 @@ ISAS: dict[str, frozenset[str]] = {
     "amx": frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}),
 }
 
-
-MAX_CPU_ISA = Variable(
+MAX_CPU_ISA = _choice(
     "LOWPREC_MAX_CPU_ISA",
     "The highest x86-64 instruction set of lowprec's kernels, for tests and comparisons. NumPy's BLAS ignores it.",
-    f"one of {', '.join(ISAS)}",
     "all instruction sets of the processor",
-    _one_of("LOWPREC_MAX_CPU_ISA", ISAS),
-    lambda isa: f"nothing above {isa} is used",
+    {isa: (isa, f"nothing above {isa} is used") for isa in ISAS},
     read_once=True,
 )
-
 
 _THREADS = "a number of threads", "the library's own choice"
 
