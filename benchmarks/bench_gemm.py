@@ -229,29 +229,8 @@ def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
 #: (variant, baseline, least speed in the geometric mean over the sizes), for two threads.
 Limits = tuple[tuple[str, str, float], ...]
 
-#: On a CPU with AMX.
-AMX_LIMITS: Limits = (
-    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.8),
-    ("lowprec float32 bf16", NUMPY, 4.0),
-    ("lowprec float32 bf16 (torch)", "torch float32 medium", 1.4),
-    ("lowprec float32 tf32", NUMPY, 1.5),
-    ("lowprec float32 fp16", NUMPY, 1.5),
-    ("lowprec float16 (torch)", "torch float16", 1.5),
-    ("lowprec int8", NUMPY, 6.0),
-    (FP32, NUMPY, 0.95),
-)
-
-#: Of modes that recover FP32: on every CPU, and on one with AMX.
-SCHEME_LIMITS: Limits = (("lowprec float32 fp32_emulated", FP32, 0.97),)
-AMX_SCHEME_LIMITS: Limits = (
-    ("lowprec float32 bf16x3", NUMPY, 2.4),
-    ("lowprec float32 bf16x6", NUMPY, 1.4),
-    ("lowprec float32 fp32_emulated", NUMPY, 1.35),
-    ("lowprec float32 tf32x3", NUMPY, 0.9),
-)
-
-#: On a CPU with AVX512-BF16 and without AMX.
-VECTOR_LIMITS: Limits = (
+#: On a CPU with AVX512-BF16; of the modes that recover FP32 on every CPU.
+LIMITS: Limits = (
     ("lowprec bfloat16 (torch)", "torch bfloat16", 0.9),
     ("lowprec float32 bf16", FP32, 1.4),
     ("lowprec float32 tf32", FP32, 0.92),
@@ -259,6 +238,7 @@ VECTOR_LIMITS: Limits = (
     ("lowprec float16", FP32, 0.92),
     ("lowprec int8", "torch int8", 0.9),
 )
+SCHEME_LIMITS: Limits = (("lowprec float32 fp32_emulated", FP32, 0.97),)
 
 
 def speed_claims(rows: Sequence[dict[str, Any]], limits: Limits) -> Iterator[dict[str, Any]]:
@@ -322,11 +302,7 @@ def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
         shapes += ((1, 32, 512, 512),)
     left_out: set[str] = set()
     rows = [row for shape in shapes for row in measure(shape, arguments.seed, arguments.quick, left_out, schemes)]
-    has_amx, has_bf16 = (flag in common.cpu_flags() for flag in ("amx_bf16", "avx512_bf16"))
-    if schemes:
-        limits = SCHEME_LIMITS + (AMX_SCHEME_LIMITS if has_amx else ())
-    else:
-        limits = AMX_LIMITS if has_amx else VECTOR_LIMITS if has_bf16 else ()
+    limits = SCHEME_LIMITS if schemes else LIMITS if "avx512_bf16" in common.cpu_flags() else ()
     common.report(
         "gemm-schemes" if schemes else "gemm", arguments, rows, speed_claims(rows, limits), left_out=sorted(left_out)
     )

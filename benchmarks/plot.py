@@ -22,16 +22,6 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16": {"color": "#009e73", "marker": "x"},
 }
 
-#: The schemes of the talk's figures; hollow, since some lie upon each other.
-SCHEMES: dict[str, dict[str, Any]] = {
-    "fp32": {"color": "#4c4c4d", "marker": "o"},
-    "normal": {"color": "#d55e00", "marker": "^"},
-    "three-term": {"color": "#009e73", "marker": "s"},
-    "binomial": {"color": "#0072b2", "marker": "x"},
-    "Karatsuba": {"color": "#8a5a00", "marker": "v"},
-    "scaled": {"color": "#a0468a", "marker": "D"},
-    "scaled, chunks of 256": {"color": "#a0468a", "marker": "+", "linestyle": (0, (2, 1))},
-}
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -75,10 +65,10 @@ def recovery(rows: Rows) -> Any:
     for (measure, arithmetic), panels in zip(wanted, grid, strict=True):
         for panel, interval in zip(panels, intervals, strict=True):
             own = [r for r in rows if (r["arithmetic"], r["interval"]) == (arithmetic, interval)]
-            for scheme in dict.fromkeys(r["scheme"] for r in own):
+            for number, scheme in enumerate(dict.fromkeys(r["scheme"] for r in own)):
                 points = [(r["n"], r[measure]) for r in own if r["scheme"] == scheme and r[measure]]
-                style = {"fillstyle": "none"} | SCHEMES[scheme]
-                panel.plot(*zip(*points, strict=True), label=scheme, **style)
+                # Hollow, since some points coincide.
+                panel.plot(*zip(*points, strict=True), label=scheme, fillstyle="none", **plotting.marked(number))
             panel.set_xscale("log", base=2)
             if measure == "largest_error":
                 panel.set_yscale("log")

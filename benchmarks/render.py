@@ -194,12 +194,9 @@ def recovery(result: Result) -> list[str]:
 
 def real(result: Result) -> list[str]:
     """Return the error by mode and input, and below it the extents of each input."""
-    parts: Tables = {}
-    for r in result["results"]:
-        cell = f"{r['normalised']:.1e}"
-        parts.setdefault(f"{r['arithmetic']}: error", {})[f"`{r['mode']}`", r["input"]] = cell
-    extents = dict.fromkeys(f"{r['input']} {r['m']} x {r['k']} x {r['n']}" for r in result["results"])
-    return [*_tables(parts), f"m x k x n: {'; '.join(extents)}.\n"]
+    errors = _pivoted(("{arithmetic}: error", "`{mode}`", "{input}", "{normalised:.1e}", _where()))
+    extents = dict.fromkeys("{input} {m} x {k} x {n}".format_map(r) for r in result["results"])
+    return [*errors(result), f"m x k x n: {'; '.join(extents)}.\n"]
 
 
 def narrow(result: Result) -> list[str]:

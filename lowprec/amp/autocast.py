@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from types import ModuleType
@@ -63,7 +63,7 @@ class AutocastRow:
     calls: int
     cast: int  #: Number of calls with cast operands or rounded products.
     by_lowprec: int  #: Number of calls computed by lowprec.
-    to: str  #: Type of the last cast, ``"-"`` if there was none.
+    to: str  #: Types of the casts, ``"-"`` if there was none.
 
 
 @dataclass(frozen=True)
@@ -98,26 +98,8 @@ class AutocastReport:
         return html(self._table())
 
 
-class _Record:
-    def __init__(self) -> None:
-        #: By thread and function, so that no lock is needed: the fields of AutocastRow after the first.
-        self._counts: dict[tuple[int, str], list[Any]] = {}
-
-    def add(self, name: str, which: str | None, to: str | None, by_lowprec: bool) -> None:
-        counts = self._counts.setdefault((get_ident(), name), [which or "-", 0, 0, 0, "-"])
-        counts[1] += 1
-        counts[3] += by_lowprec
-        if to is not None:
-            counts[2] += 1
-            counts[4] = to
-
-    def rows(self) -> tuple[AutocastRow, ...]:
-        sums: dict[str, AutocastRow] = {}
-        for (_, name), (which, calls, cast, by_lowprec, to) in self._counts.copy().items():
-            row = sums.get(name, AutocastRow(name, which, 0, 0, 0, "-"))
-            to = row.to if to == "-" else to
-            sums[name] = AutocastRow(name, which, row.calls + calls, row.cast + cast, row.by_lowprec + by_lowprec, to)
-        return tuple(sorted(sums.values(), key=lambda row: (-row.cast, row.function)))
+#: Number of calls by thread (so that no lock is needed), function, type of the cast, and whether lowprec computed it.
+_Counts = dict[tuple[int, str, str | None, bool], int]
 
 
 class AutocastNamespace:
@@ -128,10 +110,10 @@ class AutocastNamespace:
     'float16'
     """
 
-    def __init__(self, xp: Any, policy: Policy, record: _Record, whole: Any = None) -> None:
+    def __init__(self, xp: Any, policy: Policy, counts: _Counts, whole: Any = None) -> None:
         self._base = xp
         self._policy = policy
-        self._record = record
+        self._counts = counts
         #: The namespace that holds the element types, for a part such as ``linalg``.
         self._whole = xp if whole is None else whole
 
@@ -154,9 +136,23 @@ class AutocastNamespace:
 
     def report(self) -> AutocastReport:
         """Return the calls so far, and log their casts (``lowprec.amp``, level INFO)."""
-        report = AutocastReport(self._policy, self._record.rows())
+        rows = sorted(self._rows(), key=lambda row: (-row.cast, row.function))
+        report = AutocastReport(self._policy, tuple(rows))
         _log.info("converted %d of %d calls", report.cast, report.calls)
         return report
+
+    def _rows(self) -> Iterator[AutocastRow]:
+        counts = self._counts.copy()
+        for name in dict.fromkeys(name for _, name, _, _ in counts):
+            kinds = [(to, by_lowprec, n) for (_, other, to, by_lowprec), n in counts.items() if other == name]
+            yield AutocastRow(
+                name,
+                self._policy.list_of(name) or "-",
+                sum(n for *_, n in kinds),
+                sum(n for to, _, n in kinds if to),
+                sum(n for _, by_lowprec, n in kinds if by_lowprec),
+                ", ".join(dict.fromkeys(to for to, *_ in kinds if to)) or "-",
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__array_namespace_info__":
@@ -164,18 +160,17 @@ class AutocastNamespace:
         in_torch = name in _TORCH and getattr(self._base, "__name__", "") == "torch"
         value = _TORCH[name](self._base) if in_torch else getattr(self._base, name)
         if isinstance(value, ModuleType) and name in _PARTS:
-            value = AutocastNamespace(value, self._policy, self._record, self._whole)
+            value = AutocastNamespace(value, self._policy, self._counts, self._whole)
         elif callable(value) and not isinstance(value, type | ModuleType) and name[0] != "_":
             value = self._wrapped(name, value)
         self.__dict__[name] = value
         return value
 
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        policy, record, whole = self._policy, self._record, self._whole
-        listed = policy.list_of(name)
-        product = _PRODUCTS.get(name)
-        which = listed if policy.functions else None
-        if product is not None and not policy.functions and not has_type(whole, policy.compute):
+        policy, counts, whole = self._policy, self._counts, self._whole
+        which = policy.list_of(name) if policy.functions else None
+        is_product = name in _PRODUCTS
+        if is_product and not policy.functions and not has_type(whole, policy.compute):
             which = "allow"  # the library lacks the 16-bit type, so a math mode rounds the operands
 
         inputs = getattr(function, "nin", None)  # NumPy's functions also accept a positional `out`
@@ -188,12 +183,13 @@ class AutocastNamespace:
             if which is not None:
                 operands = by_list(policy.compute, which, args, kwargs, whole)
             with operands.scope():
-                by_lowprec = product is not None and _are_multiplied(name, operands)
+                by_lowprec = is_product and _are_multiplied(name, operands)
                 if by_lowprec:
                     result = _multiplied(whole, name, operands)
                 else:
                     result = function(*operands.args, **operands.kwargs)
-            record.add(name, listed, operands.to, by_lowprec)
+            key = get_ident(), name, operands.to, by_lowprec
+            counts[key] = counts.get(key, 0) + 1
             return result
 
         return functools.update_wrapper(call, function, assigned=("__name__", "__doc__"), updated=())
@@ -262,4 +258,4 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     base = xp._base if isinstance(xp, AutocastNamespace) else xp
     if not hasattr(base, "matmul"):
         raise ArrayError(f"autocast takes a namespace of arrays, such as numpy, got {quoted(base)}")
-    return AutocastNamespace(base, as_policy(policy), _Record())
+    return AutocastNamespace(base, as_policy(policy), {})

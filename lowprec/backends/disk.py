@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from lowprec.errors import warn
-from lowprec.policy.variables import CACHE_DIR, Variable
+from lowprec.policy.environment import CACHE_DIR, Variable
 from lowprec.util.atomic import write_file
 
 _CACHES = Variable(

@@ -108,17 +108,7 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (by default this process's arguments) and return its exit code.
 
-    Returns
-    -------
-    int
-        0; 1 if ``lowprec check`` found an error above its bound; 2 after a mistake of the user; 130 after Ctrl-C;
-        141 if the reader of the output closed it. ``lowprec run`` returns the exit code of the program, or, where the
-        system can replace a process by a program, does not return.
-
-    Examples
-    --------
-    >>> main(["plan", "--shapes", "8x8", "8x8", "--mode", "nonsense"])
-    2
+    ``lowprec run`` does not return where the system can replace a process by a program.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

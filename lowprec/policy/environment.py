@@ -1,4 +1,4 @@
-"""Environment variables, which only this module and ``policy.variables`` read.
+"""Environment variables, which only this module reads; documentation, ``info()`` and error messages use its table.
 
 Variables that set a mode are read once per process, at the first use of a mode (a product, a plan, ``get_math_mode``),
 as cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once. ``import lowprec`` reads none, so an illegal value raises only in a
@@ -8,16 +8,190 @@ program that multiplies. A blank value counts as unset.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from lowprec.errors import EnvironmentVariableError, quoted
-from lowprec.modes import Mode
-from lowprec.policy import entries, variables
-from lowprec.policy.variables import VARIABLES as VARIABLES
-from lowprec.policy.variables import Variable
+from lowprec.errors import EnvironmentVariableError, ModeError, quoted
+from lowprec.modes import MathMode, Mode, mode_names, parse_mode
+from lowprec.policy import entries
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable."""
+
+    name: str
+    meaning: str  # one sentence
+    legal: str  # description of the legal values
+    default: str  # description of the default
+    parse: Callable[[str], T]  # from text to value; raises EnvironmentVariableError for illegal text
+    show: Callable[[T], str] = str  # from value to its description
+    remark: Callable[[str], str | None] = lambda text: None  # from legal text to a warning, None for none
+    read_once: bool = False  # read at the first use of a mode only
+
+    def text(self) -> str | None:
+        """Return the current text, None if unset or blank."""
+        return os.environ.get(self.name, "").strip() or None
+
+    def current(self) -> T | None:
+        """Return the current value, None if unset; raise :class:`EnvironmentVariableError` if it is illegal."""
+        return self.value(self.text())
+
+    def value(self, text: str | None) -> T | None:
+        """Return the value of this text; raise :class:`EnvironmentVariableError` if it is illegal."""
+        return None if text is None else self.parse(text)
+
+
+def _mode_variable(name: str, meaning: str, default: str) -> Variable[Mode]:
+    def parse(text: str) -> Mode:
+        try:
+            return parse_mode(text, what=f"environment variable {name}:")
+        except ModeError as error:
+            raise EnvironmentVariableError(f"{error} (or unset the variable)") from None
+
+    legal = f"{mode_names()}, or an alias of one of these"
+    return Variable(name, meaning, legal, default, parse, read_once=True)
+
+
+MATH_MODE = _mode_variable("LOWPREC_MATH_MODE", "The math mode where the program chooses none.", MathMode.FP32.value)
+FORCE_MATH_MODE = _mode_variable(
+    "LOWPREC_FORCE_MATH_MODE",
+    "The math mode instead of the program's choice; only fp32_guard takes precedence.",
+    "nothing is forced",
+)
+
+
+def _choice(
+    name: str, meaning: str, default: str, choices: Mapping[str, tuple[T, str]], *, read_once: bool = False
+) -> Variable[T]:
+    """Return a variable with few legal texts, each with its value and the description of that."""
+    shown = dict(choices.values())
+
+    def parse(text: str) -> T:
+        if text not in choices:
+            raise EnvironmentVariableError(
+                f"environment variable {name} must be one of {', '.join(choices)}, got {quoted(text)}; or unset it"
+            )
+        return choices[text][0]
+
+    legal = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+    return Variable(name, meaning, legal, default, parse, shown.__getitem__, read_once=read_once)
+
+
+GUARD = _choice(
+    "LOWPREC_FP32_GUARD",
+    "1 applies fp32_guard to lowprec in all threads of the process; lowprec run --guard sets it.",
+    "no guard",
+    {"0": (False, "no guard"), "1": (True, "no product is below full FP32")},
+    read_once=True,
+)
+TF32_OVERRIDE = Variable(
+    "NVIDIA_TF32_OVERRIDE",
+    "0 turns every mode that is based on TF32 into fp32, in cuBLAS and in lowprec, on GPU and CPU.",
+    "0; NVIDIA reserves every other value",
+    "TF32 is allowed",
+    lambda text: text == "0",
+    lambda off: "TF32 is off" if off else "lowprec does not act on this value",
+    lambda text: (
+        None
+        if text == "0"
+        else f"NVIDIA_TF32_OVERRIDE={text}: NVIDIA reserves every value but 0, and lowprec does not act on it"
+    ),
+    read_once=True,
+)
+PEER_ACCESS = _choice(
+    "LOWPREC_PEER_ACCESS",
+    "1 allocates results for JAX and DLPack such that other GPUs can access them, which takes longer.",
+    "results are accessible from their own GPU",
+    {"0": (False, "results are accessible from their own GPU"), "1": (True, "other GPUs may access results")},
+)
+CACHE_DIR = Variable(
+    "LOWPREC_CACHE_DIR",
+    "The folder for GPU kernels and measured choices of algorithms.",
+    "a folder; created if missing",
+    "the user's cache folder of the system",
+    str,
+)
+THREADS = _choice(
+    "LOWPREC_THREADS",
+    "If PyTorch is loaded: own runs products on lowprec's workers, openmp on the threads of PyTorch's OpenMP runtime.",
+    "openmp",
+    {"own": ("own", "lowprec's own workers"), "openmp": ("openmp", "PyTorch's threads if it is loaded")},
+)
+
+#: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
+ISAS: dict[str, frozenset[str]] = {
+    "baseline": frozenset(),
+    "avx2": frozenset({"avx", "f16c", "fma", "avx2", "fma4", "xop", "vaes", "vpclmulqdq"}),
+    "avx2_vnni": frozenset({"avx_vnni"}),
+    "avx512": frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx512_vnni": frozenset(
+        {"avx512_vnni", "avx512ifma", "avx512vbmi", "avx512_vbmi2", "avx512_bitalg"}
+        | {"avx512_vpopcntdq", "avx512_vp2intersect"}
+    ),
+    "avx512_bf16": frozenset({"avx512_bf16"}),
+    "amx": frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}),
+}
+
+MAX_CPU_ISA = _choice(
+    "LOWPREC_MAX_CPU_ISA",
+    "The highest x86-64 instruction set of lowprec's kernels, for tests and comparisons. NumPy's BLAS ignores it.",
+    "all instruction sets of the processor",
+    {isa: (isa, f"nothing above {isa} is used") for isa in ISAS},
+    read_once=True,
+)
+
+_THREADS = "a number of threads", "the library's own choice"
+
+#: Variables that other libraries read: name, meaning, legal values, default.
+_LIBRARIES = (
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 allows TF32 in PyTorch's products on CUDA at start",
+     "0 or 1", "PyTorch starts with full FP32"),
+    ("JAX_DEFAULT_MATMUL_PRECISION", "JAX's initial precision of products",
+     "a precision or the name of an algorithm of JAX", "JAX's own choice for the device"),
+    ("CUPY_TF32", "1 enables TF32 in CuPy's float32 products", "0 or 1", "CuPy uses full FP32"),
+    ("MLX_ENABLE_TF32", "0 disables TF32 in MLX, which has no other switch for it",
+     "0 or 1", "MLX may use TF32"),
+    ("CUBLAS_EMULATE_SINGLE_PRECISION",
+     "1 lets cuBLAS emulate FP32 with bfloat16 parts, on compute capability 10.0 and 10.3",
+     "0 or 1", "cuBLAS computes in FP32"),
+    ("CUBLAS_EMULATE_DOUBLE_PRECISION",
+     "1 lets cuBLAS emulate FP64 with integers, from compute capability 8.0",
+     "0 or 1", "cuBLAS computes in FP64"),
+    ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or where it is supported",
+     "performant or eager", "performant"),
+    ("CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT",
+     "Mantissa bits of cuBLAS's emulation of FP64, whose errors then have no documented bound",
+     "a number of bits", "as many as the data need"),
+    ("OMP_NUM_THREADS", "Number of threads of OpenMP libraries (MKL, OpenBLAS, PyTorch)", *_THREADS),
+    ("MKL_NUM_THREADS", "Number of threads of MKL and lowprec", *_THREADS),
+    ("OPENBLAS_NUM_THREADS",
+     "Number of threads of OpenBLAS (NumPy's and SciPy's matrix products)", *_THREADS),
+    ("OPENBLAS_CORETYPE",
+     "Processor whose kernels NumPy's and SciPy's OpenBLAS use",
+     "the name of a processor in OpenBLAS (Haswell, SkylakeX)",
+     "the actual processor, if OpenBLAS supports it"),
+)  # fmt: skip
+
+#: Every variable, in the order of the documentation.
+VARIABLES: tuple[Variable[Any], ...] = (
+    MATH_MODE,
+    FORCE_MATH_MODE,
+    GUARD,
+    TF32_OVERRIDE,
+    PEER_ACCESS,
+    CACHE_DIR,
+    MAX_CPU_ISA,
+    THREADS,
+    *(
+        Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
+        for name, meaning, legal, default in _LIBRARIES
+    ),
+)
 
 
 # eq=False: hashed by identity, because a snapshot is part of cache keys.
@@ -41,11 +215,11 @@ _snapshots: dict[None, EnvironmentSnapshot] = {}
 def _read() -> EnvironmentSnapshot:
     texts = {v.name: v.text() for v in VARIABLES if v.read_once}
     return EnvironmentSnapshot(
-        variables.MATH_MODE.value(texts["LOWPREC_MATH_MODE"]),
-        variables.FORCE_MATH_MODE.value(texts["LOWPREC_FORCE_MATH_MODE"]),
-        bool(variables.GUARD.value(texts["LOWPREC_FP32_GUARD"])),
-        bool(variables.TF32_OVERRIDE.value(texts["NVIDIA_TF32_OVERRIDE"])),
-        variables.MAX_CPU_ISA.value(texts["LOWPREC_MAX_CPU_ISA"]),
+        MATH_MODE.value(texts["LOWPREC_MATH_MODE"]),
+        FORCE_MATH_MODE.value(texts["LOWPREC_FORCE_MATH_MODE"]),
+        bool(GUARD.value(texts["LOWPREC_FP32_GUARD"])),
+        bool(TF32_OVERRIDE.value(texts["NVIDIA_TF32_OVERRIDE"])),
+        MAX_CPU_ISA.value(texts["LOWPREC_MAX_CPU_ISA"]),
         MappingProxyType(texts),
     )
 
@@ -94,11 +268,11 @@ def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> Variable
 def hidden_cpu_flags() -> frozenset[str]:
     """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``, which is read once."""
     first = _snapshots.get(None)
-    limit = variables.MAX_CPU_ISA.current() if first is None else first.max_cpu_isa
+    limit = MAX_CPU_ISA.current() if first is None else first.max_cpu_isa
     if limit is None:
         return frozenset()
-    names = list(variables.ISAS)
-    return frozenset().union(*(variables.ISAS[name] for name in names[names.index(limit) + 1 :]))
+    names = list(ISAS)
+    return frozenset().union(*(ISAS[name] for name in names[names.index(limit) + 1 :]))
 
 
 def thread_limit() -> int | None:
@@ -150,7 +324,7 @@ def child_environment(
     if guard:
         child |= {RUN_VARIABLE: RUN_GUARD, "LOWPREC_FP32_GUARD": "1", "MLX_ENABLE_TF32": "0"}
     elif mode is not None:
-        variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
+        variable = FORCE_MATH_MODE if force else MATH_MODE
         child |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
     child[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
     hooks = {"INTERCEPT": intercept, "PROFILE": "1" if profile else "", "FOLDER": folder}

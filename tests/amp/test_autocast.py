@@ -202,6 +202,14 @@ def test_it_logs_how_many_calls_it_cast(caplog):
     assert [row.function for row in report.rows] == ["exp", "matmul", "reshape"]
 
 
+def test_the_types_of_the_casts_are_listed_once():
+    xp = autocast(np, "O1")
+    for other in (np.float16, np.float64, np.float16, np.float32):
+        xp.add(np.ones(2, np.float32), np.ones(2, other))
+    (row,) = xp.report().rows
+    assert (row.calls, row.cast, row.to) == (4, 3, "float32, float64")
+
+
 def test_non_functions_pass():
     xp = autocast(np, "O1")
     assert xp.float32 is np.float32

@@ -122,7 +122,7 @@ def test_settings_already_in_the_environment(started, monkeypatch, words, before
             "--mode tf32 --intercept --layers a.toml script.py",
             "cannot read a.toml" if sys.version_info >= (3, 11) else "TOML files need Python 3.11",
         ),
-        ("--force --profile script.py", "--force goes with --mode; give --mode MODE"),
+        ("--force --profile script.py", "--force goes with --mode"),
         ("--guard --verbose script.py", "unrecognized arguments: --verbose"),
         ("--guard missing.py", "lowprec: cannot read missing.py: No such file or directory"),
         ("--guard script.py/x", "lowprec: cannot read script.py/x: Not a directory"),

@@ -6,7 +6,7 @@ import pytest
 
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import MathMode, available_modes
-from lowprec.policy import environment, variables
+from lowprec.policy import environment
 from support.programs import run_python
 
 MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
@@ -116,7 +116,10 @@ def test_the_guard_variable(text, on, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "text", "read"),
-    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_PEER_ACCESS", "2", variables.PEER_ACCESS.current)],
+    [
+        ("LOWPREC_FP32_GUARD", "yes", environment.snapshot),
+        ("LOWPREC_PEER_ACCESS", "2", environment.PEER_ACCESS.current),
+    ],
 )
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(name, text, read, monkeypatch):
     monkeypatch.setenv(name, text)
@@ -181,9 +184,9 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch):
 
 def test_the_cache_directory_is_read_at_every_use(monkeypatch):
     environment.snapshot()
-    assert variables.CACHE_DIR.current() is None
+    assert environment.CACHE_DIR.current() is None
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "somewhere")
-    assert variables.CACHE_DIR.current() == "somewhere"
+    assert environment.CACHE_DIR.current() == "somewhere"
     assert row_of("LOWPREC_CACHE_DIR").effect == "somewhere"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowprec.backends.cpu import library
-from lowprec.policy import environment, variables
+from lowprec.policy import environment
 
 _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
@@ -123,7 +123,7 @@ class _Limits:
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        by_workers = variables.THREADS.current() == "own"
+        by_workers = environment.THREADS.current() == "own"
         self.cpus = min(_cgroup_cpus() or sys.maxsize, environment.thread_limit() or sys.maxsize)
         if self.getter is None:
             self.getter = _openblas_getter()

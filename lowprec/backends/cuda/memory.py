@@ -25,7 +25,7 @@ from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
 from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
-from lowprec.policy.variables import PEER_ACCESS
+from lowprec.policy.environment import PEER_ACCESS
 
 #: Limit of unused memory in a device's pool, and of dead blocks that are not freed yet: the larger of these bytes and
 #: this fraction (1/16) of the device's memory.

@@ -94,13 +94,9 @@ def run(options: argparse.Namespace) -> int:
     mode, guard = options.mode, options.guard
     if mode is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
-    if options.force and mode is None:
-        why = "nothing overrules --guard" if guard else "give --mode MODE"
-        raise CommandError(f"run: --force goes with --mode; {why}")
-    if options.intercept and mode is None:
-        raise CommandError("run: --intercept goes with --mode; give --mode MODE")
-    if options.layers and not options.intercept:
-        raise CommandError("run: --layers goes with --intercept")
+    for name, needed in (("force", "mode"), ("intercept", "mode"), ("layers", "intercept")):
+        if getattr(options, name) and not getattr(options, needed):
+            raise CommandError(f"run: --{name} goes with --{needed}")
     command = python_command(_program(options))
     force = options.force
     if mode is not None:

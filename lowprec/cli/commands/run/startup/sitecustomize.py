@@ -29,7 +29,6 @@ class _Watcher:
         self.intercepts = intercepts  # None, or modes by layer as JSON
         self.profiles = profiles
         self.profile = None  # type: Any
-        self.reports_changes = False
         self.reaches = False  # whether a library's switches or products have been set
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
         if intercepts:
@@ -89,13 +88,7 @@ class _Watcher:
         """Return the reason why the switches could not be set."""
         from lowprec.policy import process
 
-        why = process.set_library(name, self.order)
-        if why is None and self.order == _GUARD and not self.reports_changes:
-            import atexit
-
-            self.reports_changes = True
-            atexit.register(_print_changes, process.changes)
-        return why
+        return process.set_library(name, self.order)
 
     def intercept(self, name: str) -> None:
         """Compute a library's products with lowprec until the process ends."""
@@ -125,7 +118,10 @@ class _Watcher:
         self.profile.__enter__()
 
     def finish(self, program: "str | None") -> None:
-        """Show the profile and, in the program itself, the options without effect."""
+        """Show changes of guarded switches, the profile and, in the program itself, the options without effect."""
+        process = sys.modules.get("lowprec.policy.process")
+        for text in process.changes() if process else ():
+            _print("lowprec run --guard: " + text)
         if self.profile is not None:
             _print(self.profile.table(width=_columns()))
         if program != str(os.getpid()):
@@ -191,11 +187,6 @@ def _print(text: str) -> None:
         sys.stderr.write(text + "\n")
     except Exception:  # noqa: BLE001 - it is closed, or the program has none
         return
-
-
-def _print_changes(changes: "Any") -> None:
-    for text in changes():
-        _print("lowprec run --guard: " + text)
 
 
 def _start() -> None:
