@@ -118,7 +118,7 @@ def warn_without_effect(plan: GemmPlan) -> None:
     """Warn, once per process, that a ``math_mode=`` argument does not act on operands of this type."""
     if _has_no_effect(plan):
         other = _CONVERTED[plan.compute_dtype]
-        convert = f"; to use the mode convert them, as by a.astype(np.{other})" * row(plan.mode).acts(other)
+        convert = f"; convert them to {other} to use the mode" * row(plan.mode).acts(other)
         warn(plan.note + convert, once="no effect")
 
 
