@@ -128,7 +128,8 @@ def _warn_widened(plan: GemmPlan) -> None:
     is_decoded = b.blocks and b.dtype is DType.BFLOAT16 and kernel.decodes_b
     if b.blocks and is_decoded and b.blocks.axis != (k_axis := -min(2, len(b.shape))):
         why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
-        warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
+        axes = f"axis={k_axis}, of a weight of linear -1"
+        warn(f"{why}; quantise it along the axis that is summed over: {axes}", once="widened")
 
 
 def plan_of(capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, options: Options) -> GemmPlan:
