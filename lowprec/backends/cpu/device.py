@@ -71,7 +71,7 @@ def _warnings(rows: list[KernelRow]) -> Iterator[str]:
     if (why := library.unavailable_reason()) is not None:
         yield _WITHOUT.format(why)
     elif not any(row.summation is Summation.TILES for row in rows):
-        on_units = {name for row in rows if row.holds_in is None for name in row.formats}
+        on_units = {name for row in rows if row.holds_in is None for name in row.formats or ()}
         in_fp32 = {TF32.name, FLOAT16.name, BFLOAT16.name} - on_units
         modes = [str(m) for m in MathMode if _multiplied(m) in in_fp32]
         yield (
