@@ -30,7 +30,7 @@ from lowprec.core.interception import Interception
 from lowprec.core.interception_report import PassedBy, Row, multiplications_of
 from lowprec.errors import LowprecError
 from lowprec.formats import FLOAT32, FLOAT64, DType
-from lowprec.modes import MathMode, Mode, ModeName, Recipe, row
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode, row
 
 
 class intercept(Interception):
@@ -68,7 +68,7 @@ class intercept(Interception):
     """
 
     def __init__(self, math_mode: ModeName | MathMode | Recipe, cast: bool = False) -> None:
-        super().__init__(math_mode)
+        super().__init__(parse_mode(math_mode))
         self.cast = cast
         self._text += ", cast=True" if cast else ""
 

@@ -203,11 +203,9 @@ def _are_multiplied(name: str, operands: Operands) -> bool:
 
 
 def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
-    args, kwargs = list(operands.args), dict(operands.kwargs)
+    args, kwargs = operands.args, dict(operands.kwargs)
     if "dims" in kwargs:  # PyTorch's word
         kwargs["axes"] = kwargs.pop("dims")
-    if name == "tensordot" and len(args) == 3:
-        kwargs["axes"] = args.pop()
     if not any(is_operand(x) and library_name(x) == "dlpack" for x in args):
         return _PRODUCTS[name](*args, **kwargs)
     arrays = [library_of(x).view(x).ndarray() if is_operand(x) else x for x in args]

@@ -114,6 +114,10 @@ class Prepared:
     #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
     __array_ufunc__ = None
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        # NumPy would make an array of this one object, which it also stores in files.
+        raise ArrayError(f"{type(self).__name__}: {self._description} and as the weight of linear; pass {self._remedy}")
+
 
 def refuse_prepared(cause: str, **arguments: Any) -> None:
     """Raise ArrayError if one of these arguments is a prepared operand; ``cause`` is that of the refusal."""

@@ -234,7 +234,6 @@ def _refuse_arguments(call: Call, delegate: Delegate) -> None:
         given[name] = None if isinstance(factor, int | float) and factor == default else factor
     lacking = [name for name in PRODUCTS[delegate.product].lacks if given[name] is not None]
     if lacking:
-        way_out = "omit it" if _NOT_AFTERWARDS.intersection(lacking) else "apply it to the result"
-        raise UnsupportedError(
-            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {delegate.why}; {way_out}"
-        )
+        listed = ", ".join(f"{name}=" for name in lacking)
+        way_out = f", or omit {listed}" if _NOT_AFTERWARDS.intersection(lacking) else "; apply it to the result"
+        raise UnsupportedError(f"{listed} cannot be used here: {delegate.why}{way_out}")

@@ -66,7 +66,7 @@ def matmul(
     out : array, shape (..., m, n), optional
         Output array, which is also returned. It may share memory with the operands.
     c : array, broadcasts to (..., m, n), optional
-        Addend.
+        Addend. Pass its factor ``beta`` too, which is 0 by default.
     alpha : number
         Factor of the product. If it is 0, the operands are not read.
     beta : number

@@ -118,7 +118,7 @@ def warn_without_effect(plan: GemmPlan) -> None:
     """Warn, once per process, that a ``math_mode=`` argument does not act on operands of this type."""
     if _has_no_effect(plan):
         other = _CONVERTED[plan.compute_dtype]
-        convert = f"; to use the mode convert them, as by a.astype(np.{other})" * row(plan.mode).acts(other)
+        convert = f"; convert them to {other} to use the mode" * row(plan.mode).acts(other)
         warn(plan.note + convert, once="no effect")
 
 
@@ -128,7 +128,8 @@ def _warn_widened(plan: GemmPlan) -> None:
     is_decoded = b.blocks and b.dtype is DType.BFLOAT16 and kernel.decodes_b
     if b.blocks and is_decoded and b.blocks.axis != (k_axis := -min(2, len(b.shape))):
         why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
-        warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
+        axes = f"axis={k_axis}, of a weight of linear -1"
+        warn(f"{why}; quantise it along the axis that is summed over: {axes}", once="widened")
 
 
 def plan_of(capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, options: Options) -> GemmPlan:

@@ -22,7 +22,7 @@ from lowprec.core.interception_report import Ledger, PassedBy, Row
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
 from lowprec.jax.lowering import multiply
-from lowprec.modes import MathMode, Mode, ModeName, Recipe, row
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode, row
 
 
 class intercept(Interception):
@@ -58,7 +58,7 @@ class intercept(Interception):
     """
 
     def __init__(self, math_mode: ModeName | MathMode | Recipe) -> None:
-        super().__init__(math_mode)
+        super().__init__(parse_mode(math_mode))
         # Functions that are compiled already are not compiled again, so scopes of one mode share their counts.
         self.ledger = _ledgers.setdefault(self._mode.value, self.ledger)
 

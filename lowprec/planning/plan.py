@@ -197,7 +197,8 @@ class GemmPlan:
             return ""
         dtype, mode = self.compute_dtype, row(self.mode)
         summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
-        why = f"it acts on {' and '.join(d.label for d in DType if mode.acts(d))} only"
+        *labels, last = (d.label for d in DType if mode.acts(d))
+        why = f"it acts on {', '.join(labels)} and {last} only"
         if mode.acts(dtype):
             why = f"cuBLASLt does not emulate {dtype} products on this device"
         stay = f"{dtype} operands stay as they are and are summed in {summed_in}"

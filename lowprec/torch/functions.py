@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.arrays.dlpack import type_name
 from lowprec.contractions import multiply_transposed
 from lowprec.core import dispatch
 from lowprec.core.arguments import PLAIN, parse_dtype
@@ -306,7 +307,7 @@ def _check_tensors(a: Any, b: Any, c: Any, bias: Any) -> None:
     for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
         if not isinstance(x, Tensor) and x is not None:
             raise ArrayError(
-                f"{name} is a {type(x).__qualname__} together with tensors that PyTorch records, transforms or traces; "
+                f"{name} is a {type_name(x)} together with tensors that PyTorch records, transforms or traces; "
                 f"pass torch.as_tensor({name})"
             )
     if a.is_meta != b.is_meta:

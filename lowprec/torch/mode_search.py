@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowprec import plotting
 from lowprec.core.interception import Modes
-from lowprec.errors import UnsupportedError
+from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.torch.interception import intercept
 from lowprec.util.progress import progress
@@ -160,8 +160,15 @@ def search_modes(
 def _result(run: Callable[[], Any], modes: Modes) -> tuple[intercept, torch.Tensor]:
     """Return the report and the numbers of a call in these modes, with the current state of the random numbers."""
     with torch.random.fork_rng(), intercept(modes) as seen:
-        leaves = [torch.as_tensor(x).detach().double().cpu().flatten() for x in tree_leaves(run())]
+        leaves = [_numbers(x) for x in tree_leaves(run())]
     return seen, torch.cat(leaves or [torch.zeros(0)])
+
+
+def _numbers(x: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(x).detach().double().cpu().flatten()
+    except (RuntimeError, TypeError, ValueError):
+        raise UnsupportedError(f"search_modes: the function returned {quoted(x)}; return tensors or numbers") from None
 
 
 def _shares(seen: intercept) -> dict[str, float]:

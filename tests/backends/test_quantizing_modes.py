@@ -222,7 +222,7 @@ def test_types_on_which_a_mode_does_not_act(mode):
         a = np.eye(3, dtype=dtype) / 3
         plan = lowprec.plan(a, a, math_mode=mode)
         assert not plan.mode_has_effect
-        assert "acts on float32 and float16 and bfloat16 only" in plan.note
+        assert "acts on float32, float16 and bfloat16 only" in plan.note
         with lowprec.math_mode(mode):
             assert np.array_equal(lowprec.matmul(a, a), lowprec.matmul(a, a, math_mode="fp32"))
 

@@ -121,7 +121,18 @@ def test_without_tile_units(monkeypatch):
         "name": "avx2", "present": True, "used": True, "by": "lowprec's kernels fp32_avx2",
     }  # fmt: skip
     assert _named(sets, "amx_bf16") == {"name": "amx_bf16", "present": False, "used": False, "by": ""}
-    assert any("no tile units: all modes round the operands" in w for w in found["warnings"])
+    assert any("no tile units: tf32, bf16, fp16, bf16x3" in w for w in found["warnings"])
+
+
+@pytest.mark.usefixtures("x86_64", "another")
+def test_modes_on_vector_units_are_not_those_in_fp32(monkeypatch):
+    monkeypatch.setattr(library, "units", lambda: frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"}))
+    (warning,) = (w for w in info()["warnings"] if "tile units" in w)
+    modes = "tf32, fp16, tf32x3, fp16x3, fp16x4, fp16x3_unscaled, fp16x4_unscaled, fp16_karatsuba"
+    assert (
+        warning
+        == f"this processor has no tile units: {modes} round the operands and multiply in FP32, no faster than fp32"
+    )
 
 
 @pytest.mark.usefixtures("another")

@@ -120,7 +120,7 @@ def test_settings_already_in_the_environment(started, monkeypatch, words, before
         ("--mode tf32 --intercept --layers a=fp23 script.py", "'fp23' is not a math mode"),
         (
             "--mode tf32 --intercept --layers a.toml script.py",
-            "cannot read a.toml" if sys.version_info >= (3, 11) else "TOML files need Python 3.11",
+            "cannot read a.toml: No such file or directory (see" if sys.version_info >= (3, 11) else "need Python 3.11",
         ),
         ("--force --profile script.py", "--force goes with --mode"),
         ("--guard --verbose script.py", "unrecognized arguments: --verbose"),

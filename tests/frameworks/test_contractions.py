@@ -164,7 +164,7 @@ def test_einsum_without_opt_einsum(monkeypatch, optimize):
 @with_namespace
 def test_tensordot(xp, a, b, axes):
     x, y = draw(0, *a), draw(1, *b)
-    found = xp.to_numpy(lowprec.tensordot(xp.asarray(x), xp.asarray(y), axes=axes))
+    found = xp.to_numpy(lowprec.tensordot(xp.asarray(x), xp.asarray(y), axes))
     np.testing.assert_array_equal(found, np.tensordot(x, y, axes=axes))
 
 

@@ -124,6 +124,8 @@ def test_refusals(torch):
         lt.search_modes(lambda: x + 1, rtol=1)
     with pytest.raises(UnsupportedError, match="zero or not finite"):
         lt.search_modes(lambda: 0 * net(x), rtol=1)
+    with pytest.raises(UnsupportedError, match="the function returned None; return tensors or numbers"):
+        lt.search_modes(lambda: [net(x)].clear(), rtol=1)
     results = iter(range(10))
     with pytest.raises(UnsupportedError, match=r"two calls of the function in FP32 differ by 1\.0e\+00"):
         lt.search_modes(lambda: net(x) * (1 + next(results)), rtol=0.1)

@@ -132,6 +132,11 @@ def test_the_guard_takes_precedence_and_products_of_lowprec_are_its_own():
     assert [(p.operator, p.mode, p.count) for p in seen.report().taken] == [("matmul", "fp32", 1)]
 
 
+def test_a_mapping_of_layers_is_refused():
+    with pytest.raises(lowprec.ModeError, match=r"^math_mode \{'net': 'bf16'\} is not a math mode"):
+        ln.intercept({"net": "bf16"})
+
+
 def test_threads_have_their_scopes():
     x = np.full((4, 4), 1 + 2.0**-9, np.float32)
     found = {}

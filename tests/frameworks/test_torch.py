@@ -522,7 +522,7 @@ def test_wrong_operands_are_reported_by_type(torch):
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(lowprec.ShapeError, match="does not have enough dimensions"):
         lt.matmul(torch.tensor(1.0), x)
-    with pytest.raises(lowprec.ArrayError, match="b is a ndarray together with tensors"):
+    with pytest.raises(lowprec.ArrayError, match=r"b is a numpy\.ndarray together with tensors"):
         lowprec.matmul(x, np.ones((2, 2), np.float32))
     with pytest.raises(lowprec.ArrayError, match=r"^b: expected an array .*, got NoneType"):
         lowprec.matmul(x, None)
@@ -532,7 +532,7 @@ def test_wrong_operands_are_reported_by_type(torch):
         lt.Linear(2, 2, rtol=0)
     with pytest.raises(lowprec.ModeError, match="bound"):
         lt.Linear(2, 2, rtol=0.1, bound="likely")
-    with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
+    with pytest.raises(lowprec.UnsupportedError, match=r"out= cannot be used here: .*, or omit out=$"):
         lowprec.matmul(x, x, out=torch.ones(2, 2))
 
 

@@ -363,6 +363,8 @@ def test_copies_are_equal_and_read_only(name, rng):
         x.scale = 2.0
     with pytest.raises(TypeError, match="unsupported operand"):
         _ = np.ones((4, 4), np.float32) @ x
+    with pytest.raises(lowprec.ArrayError, match=r"a quantised array, which .* pass its dequantize\(\)$"):
+        np.asarray(x)
 
 
 def test_codes_and_scales_are_exported_by_dlpack():

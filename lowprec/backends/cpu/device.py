@@ -17,7 +17,7 @@ from lowprec.backends.cpu import cpuinfo, library, threads
 from lowprec.backends.cpu.emulation import arithmetic
 from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.errors import EnvironmentVariableError, warn
-from lowprec.formats import BFLOAT16
+from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import MathMode
 from lowprec.modes import row as mode_row
 from lowprec.planning import Capabilities, KernelRow, Summation
@@ -71,10 +71,13 @@ def _warnings(rows: list[KernelRow]) -> Iterator[str]:
     if (why := library.unavailable_reason()) is not None:
         yield _WITHOUT.format(why)
     elif not any(row.summation is Summation.TILES for row in rows):
-        on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
-        has_units = any(row.formats == frozenset({BFLOAT16.name}) for row in rows)
-        modes = f"modes other than {', '.join(on_units)}" if has_units else "all modes"
-        yield f"this processor has no tile units: {modes} round the operands and multiply in FP32, no faster than fp32"
+        on_units = {name for row in rows if row.holds_in is None for name in row.formats or ()}
+        in_fp32 = {TF32.name, FLOAT16.name, BFLOAT16.name} - on_units
+        modes = [str(m) for m in MathMode if _multiplied(m) in in_fp32]
+        yield (
+            f"this processor has no tile units: {', '.join(modes)} round the operands and multiply in FP32, no faster "
+            "than fp32"
+        )
     core_type = _numpys_core_type()
     if core_type in _BELOW_AVX512 and cpuinfo.cpu_flags() >= _AVX512:
         held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
@@ -84,6 +87,12 @@ def _warnings(rows: list[KernelRow]) -> Iterator[str]:
             "float64 products take up to twice as long as they could: "
             f"{cure if held else 'set OPENBLAS_CORETYPE=SkylakeX before Python starts'}"
         )
+
+
+def _multiplied(mode: MathMode) -> str:
+    """Return the name of the format of the numbers that a mode multiplies."""
+    row = mode_row(mode)
+    return row.data.label if row.data else row.operand_format.name
 
 
 #: Kernels of OpenBLAS that are older than AVX-512, and what those for AVX-512 need.

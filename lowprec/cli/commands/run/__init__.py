@@ -131,7 +131,7 @@ def _toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
 
 
 def _program(options: argparse.Namespace) -> list[str]:
