@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
+from lowprec.planning import ACTIVATIONS, Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
 from lowprec.planning.cublaslt import lowering
 from lowprec.planning.cublaslt.lowering import lower, split_batches
 from lowprec.planning.tensor_cores import roundings
@@ -136,6 +136,15 @@ def test_epilogues_are_fused_where_cublaslt_has_them(wanted, epilogue, fused):
     call = lowered(a, b, bias=bias, c=c, has_beta=c is not None, activation=wanted.get("activation"))
     assert (call.epilogue, not call.staged) == (epilogue, fused)
     assert (call.c is not None) is (c is not None and fused)
+
+
+def test_an_activation_that_cublaslt_lacks_is_applied_to_a_staged_product(monkeypatch):
+    rows = {**ACTIVATIONS, Activation.GELU: ACTIVATIONS[Activation.GELU]._replace(fused="")}
+    monkeypatch.setattr(lowering, "ACTIVATIONS", rows)
+    a, b = (contiguous(shape, DType.FLOAT32) for shape in ((8, 16), (16, 24)))
+    relu, gelu = (lower(plan_gemm(GemmProblem(a, b, activation=x), GPU, MathMode.FP32)) for x in rows)
+    assert (relu.epilogue, relu.staged) == ("RELU", ())
+    assert (gelu.epilogue, [str(x) for x in gelu.staged]) == ("DEFAULT", ["gelu is not fused for float32"])
 
 
 def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused():

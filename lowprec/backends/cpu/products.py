@@ -32,7 +32,7 @@ from lowprec.planning.layout import GemmLayout, addend_layout, stacked_layout
 from lowprec.planning.stored import kept_modes, reads_codes_of_b
 from lowprec.util.strides import coalesce
 
-#: ``lp_format`` and ``lp_activation``, which has the order of the members.
+#: ``lp_format``; ``lp_activation``, which has the order of the members.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, **{activation: i for i, activation in enumerate(Activation, 1)}}
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from lowprec.formats import BLOCK_FORMATS, DType
 from lowprec.modes import row
+from lowprec.planning.activations import ACTIVATIONS
 from lowprec.planning.cublaslt.calls import (
     BLOCK_CODES,
     PACKED,
@@ -29,7 +30,7 @@ from lowprec.planning.cublaslt.calls import (
 from lowprec.planning.cublaslt.scale_modes import fp4_units_multiply, scale_modes
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
-from lowprec.planning.problem import Activation, GemmProblem
+from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE
 from lowprec.recipes import Rule
@@ -40,9 +41,6 @@ MOST_MATRICES = 65535
 
 #: Types of D for which bias and activation are fused.
 _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
-
-#: Activations that cuBLASLt fuses, under the same names; lowprec's kernel applies the others.
-_FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
 
@@ -237,7 +235,7 @@ def _op(operand: MatrixStack, swapped: bool) -> Op:
 
 
 def _epilogue(problem: GemmProblem) -> str:
-    activation = problem.activation.name if problem.activation else ""
+    activation = ACTIVATIONS[problem.activation].fused if problem.activation else ""
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
@@ -406,7 +404,7 @@ def _reasons_of_epilogue(inputs: _Inputs) -> Iterator[Reason]:
     if problem.bias is not None and not _fuses_bias(inputs, problem.bias):
         yield Reason.of(ReasonKind.BIAS_NOT_FUSED)
     activation = problem.activation
-    if activation and (activation not in _FUSED_ACTIVATIONS or inputs.plan.out_dtype not in _FUSES):
+    if activation and (not ACTIVATIONS[activation].fused or inputs.plan.out_dtype not in _FUSES):
         yield Reason.of(ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=inputs.plan.out_dtype)
 
 
