@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import ACTIVATIONS, Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
-from lowprec.planning.cublaslt import lowering
-from lowprec.planning.cublaslt.lowering import lower, split_batches
+from lowprec.planning.cublaslt import calls, lowering
+from lowprec.planning.cublaslt.calls import split_batches
+from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
 from support.machines import gpu
@@ -183,11 +184,11 @@ def test_float8_is_widened_without_units_for_the_pair():
 @given(
     st.lists(st.integers(1, 4), max_size=4).map(tuple),
     st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4), min_size=1, max_size=3),
-    st.sampled_from([1, 2, 3, 7, lowering.MOST_MATRICES]),
+    st.sampled_from([1, 2, 3, 7, calls.MOST_MATRICES]),
 )
 def test_split_batches_contains_every_matrix_once(shape, rows, most):
     stacks = [tuple(row[: len(shape)]) for row in rows]
-    with mock.patch.object(lowering, "MOST_MATRICES", most):
+    with mock.patch.object(calls, "MOST_MATRICES", most):
         batch_strides, runs = split_batches(shape, stacks)
     assert max(run.matrices for run in runs) <= most
     walked = sorted(
