@@ -33,7 +33,11 @@ Split: TypeAlias = tuple[list[Any], Any]
 def prepare(plan: GemmPlan) -> Executor:
     if _is_plain(plan):
         return _matmul
-    return functools.partial(execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
+    if plan.compute_dtype is DType.INT8:
+        return functools.partial(execute, plan, _multiply_int8)
+    kernel = plan.kernel_row
+    times = _emulated(plan, *(kernel.formats or ())) if kernel.emulates else multiply
+    return functools.partial(execute, plan, functools.partial(_sum_products, times))
 
 
 def _is_plain(plan: GemmPlan) -> bool:
@@ -139,9 +143,10 @@ def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: An
     out[...] = total
 
 
-def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
-    dtype, kernel = out.dtype, plan.kernel_row
-    times = _emulated(plan, *(kernel.formats or ())) if kernel.emulates else multiply
+def _sum_products(
+    times: Callable[[Any, Any, Any], None], plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
+) -> None:
+    dtype = out.dtype
     a_parts, a_exponents = _operand(plan, 0, arguments.a, a, dtype)
     b_parts, b_exponents = _operand(plan, 1, arguments.b, b, dtype)
     term = np.empty(out.shape, dtype) if len(plan.schedule) > 1 else None
