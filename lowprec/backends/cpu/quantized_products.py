@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -18,7 +17,7 @@ from lowprec.backends.cpu.workspaces import Workspace
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT32, DType
 from lowprec.modes import MathMode
-from lowprec.planning import GemmPlan, plan_gemm
+from lowprec.planning import GemmPlan
 from lowprec.recipes import Rule
 
 #: A rounded operand, the float32 scales of its vectors or blocks or None, and the scale of the tensor.
@@ -134,17 +133,7 @@ def _in_pieces(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, R
     in_blocks = any(rule is not None and rule.block_scale == "float32" for rule in plan.quantized.rules)
     axes = -1, -2 if len(problem.b.shape) > 1 else -1
     counts = (*problem.a.shape[-2:-1], 1)[0], (*problem.b.shape[-1:], 1)[len(problem.b.shape) == 1]
-
-    def of_length(length: int) -> Executor:
-        specs = []
-        for spec, axis in zip((problem.a, problem.b), axes, strict=True):
-            shape = list(spec.shape)
-            shape[axis] = length
-            specs.append(replace(spec, shape=tuple(shape)))
-        piece = replace(problem, a=specs[0], b=specs[1])
-        return prepare_inner(plan_gemm(piece, plan.capabilities, MathMode.FP32))
-
-    execute = {n: of_length(n) for n in {step, k % step or step}}
+    execute = {n: prepare_inner(x) for n, x in ((step, inner), (k % step or step, plan.quantized.last))}
 
     def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
         total = host_view(np.zeros(plan.out_shape, np.float32))
