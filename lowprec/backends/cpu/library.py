@@ -7,8 +7,10 @@ import functools
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lowprec.errors import BackendError
 from lowprec.formats import DType
@@ -198,3 +200,11 @@ def units() -> frozenset[str]:
     """Return the names of the units of this CPU; empty without the library."""
     found = library()
     return frozenset(name for i, name in enumerate(UNITS) if found is not None and found.units() >> i & 1)
+
+
+def offsets(dimensions: Iterable[tuple[int, int]]) -> Any:
+    """Return the offsets of all indices over dimensions, given by extent and stride, in row-major order."""
+    total = np.zeros(1, np.int64)
+    for extent, stride in dimensions:
+        total = np.add.outer(total, np.arange(extent) * stride).ravel()
+    return total

@@ -230,24 +230,17 @@ def _matrix(x: MatrixStack | None, batch: Sequence[int], shared: Sequence[int]) 
         return Matrix(type=-1), []
     matrix, offsets = Matrix(row=x.row_stride, col=x.col_stride, type=library.TYPES[x.dtype]), []
     if any(x.batch_strides[i] for i in batch):
-        offsets.append(_offsets([(x.batch_shape[i], x.batch_strides[i]) for i in batch]))
+        offsets.append(library.offsets((x.batch_shape[i], x.batch_strides[i]) for i in batch))
         matrix.batch_offsets = data_pointer(offsets[-1])
     if shared:
         rows = [*((x.batch_shape[i], x.batch_strides[i]) for i in shared), (x.rows, x.row_stride)]
         coalesced = coalesce([(extent, (stride,)) for extent, stride in rows])
         if len(coalesced) > 1:
-            offsets.append(_offsets(rows))
+            offsets.append(library.offsets(rows))
             matrix.row_offsets = data_pointer(offsets[-1])
         else:
             matrix.row = coalesced[0][1][0]
     return matrix, offsets
-
-
-def _offsets(dimensions: Sequence[tuple[int, int]]) -> Any:
-    offsets = np.zeros(1, np.int64)
-    for extent, stride in dimensions:
-        offsets = np.add.outer(offsets, np.arange(extent) * stride).ravel()
-    return offsets
 
 
 def _describe_codes(b: Matrix, offsets: list[Any], name: str) -> None:
