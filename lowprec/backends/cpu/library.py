@@ -64,16 +64,6 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
-class Call(ctypes.Structure):
-    """``lp_call``."""
-
-    _fields_ = (
-        ("a", _POINTER), ("b", _POINTER), ("b_scales", _POINTER), ("out", _POINTER), ("c", _POINTER),
-        ("bias", _POINTER), ("row_scales", _POINTER), ("col_scales", _POINTER),
-        ("alpha", ctypes.c_double * 2), ("beta", ctypes.c_double * 2), ("threads", _I32),
-    )  # fmt: skip
-
-
 class Quantizer(ctypes.Structure):
     """``lp_quantizer``."""
 
@@ -84,12 +74,6 @@ class Quantizer(ctypes.Structure):
         ("seed", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("type", _I32), ("elements", _I32), ("scaling", _I32),
         ("stochastic", _I32), ("hadamard", _I32), ("codes", _I32),
     )  # fmt: skip
-
-
-class Flat(ctypes.Structure):
-    """``lp_flat``."""
-
-    _fields_ = (("from", _POINTER), ("to", _POINTER), ("size", _I64), ("type", _I32), ("pad", _I32))
 
 
 class TensorCore(ctypes.Structure):
@@ -106,7 +90,7 @@ class Functions(NamedTuple):
 
     version: Callable[[], int]
     units: Callable[[], int]
-    gemm: Callable[..., int]  # references to a Product and to a Call, or the bytes of a Call -> status
+    gemm: Callable[..., int]  # reference to a Product, bytes of an lp_call -> status
     pack: Callable[..., int]
     unscale: Callable[..., int]
     quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
