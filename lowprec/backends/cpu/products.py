@@ -147,7 +147,7 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
         if not status:
             return
         if status == library.NOT_FINITE:
-            execute(arguments._replace(b=ArrayView(b.dtype, b.shape, b.strides, b.device, b.owner, True, b.address)))
+            execute(arguments._replace(b=b.strided(b.shape, b.strides)))
         elif status == library.NO_MEMORY:
             raise MemoryError("no memory for the packed operands of a product")
         else:

@@ -75,15 +75,15 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, dtype: DType, empty: Any =
     repeated = [s == 0 and n > 1 for s, n in zip(strides[:-2], shape, strict=False)]
     once = (*(1 if again else n for again, n in zip(repeated, shape, strict=False)), *shape[-2:])
     if view.ndim == 1:
-        x, scales, scale = _quantized(_seen(view, (1, *shape), (0, *strides)), -1, rule, dtype, empty)
-        x = _seen(x, shape, x.strides[1:])
+        x, scales, scale = _quantized(view.strided((1, *shape), (0, *strides)), -1, rule, dtype, empty)
+        x = x.strided(shape, x.strides[1:])
         if rule.scaling == "vector":
             scales = scales.reshape(scales.shape[1:])
     else:
-        x, scales, scale = _quantized(_seen(view, once, strides) if any(repeated) else view, inner, rule, dtype, empty)
+        x, scales, scale = _quantized(view.strided(once, strides) if any(repeated) else view, inner, rule, dtype, empty)
         if any(repeated):
             own = (0 if again else s for again, s in zip(repeated, x.strides, strict=False))
-            x = _seen(x, shape, (*own, *x.strides[-2:]))
+            x = x.strided(shape, (*own, *x.strides[-2:]))
     if scales is not None and scales.size and scales.max() >= _LARGE_SCALE:
         scales, scale = np.asarray(scales / _FACTOR, np.float32), scale * _FACTOR  # of one vector, not a scalar
     return x, scales, scale
@@ -93,11 +93,6 @@ def _quantized(view: ArrayView, inner: int, rule: Rule, dtype: DType, empty: Any
     """Round matrices to numbers of a type, which represents them."""
     x, scales, scale = quantize_view(view, inner, rule, empty)
     return x if x.dtype is dtype else host_view(x.ndarray().astype(NUMPY_DTYPES[dtype])), scales, scale
-
-
-def _seen(view: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
-    """Return a view of the same memory."""
-    return ArrayView(view.dtype, shape, strides, view.device, view.owner, True, view.address)
 
 
 def _at_once(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, Rounded, Rounded], None]:
@@ -157,9 +152,7 @@ def _in_pieces(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, R
 def _part(view: ArrayView, axis: int, start: int, length: int) -> ArrayView:
     shape = list(view.shape)
     shape[axis] = length
-    part = _seen(view, tuple(shape), view.strides)
-    part.address += start * view.strides[axis] * view.dtype.itemsize
-    return part
+    return view.strided(tuple(shape), view.strides, start * view.strides[axis])
 
 
 def _of_piece(scales: Any, number: int, count: int) -> Any:
