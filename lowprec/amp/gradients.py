@@ -50,7 +50,7 @@ class FormatShares:
 
 @dataclass(frozen=True)
 class GradientReport(plotting.Drawable):
-    """Sizes of gradients. ``print`` and notebooks show a table, the figure is the histogram.
+    """Sizes of gradients. ``print`` shows a table; the figure is the histogram.
 
     >>> import numpy as np
     >>> gradient_report([np.float32([1e-9, 0.0, 1e-3])]).zeros

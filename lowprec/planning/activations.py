@@ -27,7 +27,7 @@ class ActivationRow(NamedTuple):
     """The implementations of an activation function, but for that of the CPU's kernels."""
 
     host: Callable[[Any, Any], Any]  # of an array and the module numpy
-    cuda: str  # expression of x of type T, float or double, with the functions of ``kernels/epilogue.cu``
+    cuda: str  # expression of x of type T (float or double, for relu also int), with functions of ``epilogue.cu``
     fused: str  # name in ``cublasLtEpilogue_t``; empty if a kernel applies the function to a staged product
 
 
