@@ -120,3 +120,22 @@ def image(draw: Callable[[], Any], kind: str) -> bytes:
 def write(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
     """Draw a figure and write it to a file, atomically; the suffix of the path is the image format."""
     write_file(path, image(draw, image_format(path)))
+
+
+class Drawable:
+    """Base class of results with a figure."""
+
+    __slots__ = ()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the figure and write it to a file, atomically; the path's suffix is the image format.
+
+        Raises
+        ------
+        UnsupportedError
+            matplotlib is not installed, or does not support the format.
+        """
+        write(path, self._figure)
+
+    def _figure(self) -> Any:
+        raise NotImplementedError

@@ -49,8 +49,8 @@ class FormatShares:
 
 
 @dataclass(frozen=True)
-class GradientReport:
-    """Sizes of gradients. ``print`` shows a table, and so do notebooks.
+class GradientReport(plotting.Drawable):
+    """Sizes of gradients. ``print`` shows a table; the figure is the histogram.
 
     >>> import numpy as np
     >>> gradient_report([np.float32([1e-9, 0.0, 1e-3])]).zeros
@@ -93,18 +93,6 @@ class GradientReport:
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file, atomically."""
         write_json(path, self.to_dict(), indent=1)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the histogram at both scales; the path's suffix is the image format.
-
-        The file is written atomically.
-
-        Raises
-        ------
-        UnsupportedError
-            matplotlib is not installed, or does not support the format.
-        """
-        plotting.write(path, self._figure)
 
     def _figure(self) -> Any:
         figure, ((panel,),) = plotting.figure(3.6)

@@ -58,7 +58,7 @@ class PreparedView(ArrayView):
                 view = host_view(self.owner.swapaxes(-1, -2))
             else:
                 shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
-                view = ArrayView(self.dtype, shape, strides, self.device, self.owner, True, self.address)
+                view = self.strided(shape, strides)
             self._transposed = PreparedView(view, self.mode, self.packed)
             self._transposed.sparse_axis = None if self.sparse_axis is None else -3 - self.sparse_axis
         return self._transposed

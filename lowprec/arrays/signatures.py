@@ -12,31 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from lowprec.arrays.dlpack import DLPackArray
 
     P = ParamSpec("P")
     T = TypeVar("T", covariant=True)
 
-    class _Array(Protocol[T]):  # PyTorch's (T is torch.Tensor, even if this is an nn.Parameter), JAX's, CuPy's, Dask's
-        def __neg__(self) -> T: ...
+    class _Array(Protocol[T]):  # T is NDArray[Any] of any ndarray, torch.Tensor also of an nn.Parameter, jax.Array
+        def clip(self, low: Any, high: Any, /) -> T: ...
 
     class _DLPack(Protocol):
         def __dlpack_device__(self) -> Any: ...
 
     class _OfFirst(Protocol[P]):  # a function of an array and further arguments
         @overload
-        def __call__(self, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
-        @overload
         def __call__(self, a: _Array[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload
         def __call__(self, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
     class _OfSecond(Protocol[P]):  # a function of a string, an array and further arguments
-        @overload
-        def __call__(self, s: str, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload
         def __call__(self, s: str, a: _Array[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload

@@ -112,6 +112,11 @@ class ArrayView:
     def widened(self) -> ArrayView:
         return self
 
+    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> ArrayView:
+        """Return a plain, read-only view of the same memory from element ``start`` on."""
+        address = self.address + start * self.dtype.itemsize
+        return ArrayView(self.dtype, shape, strides, self.device, self.owner, True, address)
+
     @classmethod
     def description(cls, dtype: DType, shape: tuple[int, ...]) -> ArrayView:
         """Return the view of a contiguous array without memory."""

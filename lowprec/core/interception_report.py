@@ -129,8 +129,11 @@ class InterceptedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class InterceptionReport:
+class InterceptionReport(plotting.Drawable):
     """The products of an interception; ``print`` shows them as tables.
+
+    The figure shows each layer's share of the multiplications (of JAX's products, whose executions are not counted, of
+    the products) and, with ``statistics=True``, its largest error.
 
     >>> import torch
     >>> from lowprec.torch import intercept
@@ -170,19 +173,6 @@ class InterceptionReport:
         tables += [self._rows("passed by", "why", passed)] if passed else []
         remarks = (fill(text, width) for text in self.remarks)
         return "\n".join([fill(summary, width), *(plain_text(each, width) for each in tables), *remarks])
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw each layer's share of the multiplications and, with ``statistics=True``, its largest error.
-
-        Of JAX's products, whose executions are not counted, the shares are those of the products. The path's suffix is
-        the image format.
-
-        Raises
-        ------
-        UnsupportedError
-            matplotlib is not installed, or does not support the format.
-        """
-        plotting.write(path, self._figure)
 
     def _figure(self) -> Any:
         knows = any(p.multiplications for p in self.products)

@@ -1,11 +1,12 @@
 """From shapes, strides, element types and a mode to a printable plan, without reading an array or a device."""
 
+from lowprec.planning.activations import ACTIVATIONS, Activation, parse_activation
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, KernelRow, Summation
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout
 from lowprec.planning.plan import Candidate, Copy, GemmPlan
 from lowprec.planning.planner import plan_gemm
-from lowprec.planning.problem import Activation, GemmProblem, parse_activation
+from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import Product
 from lowprec.planning.selection import Bound, Selection, check_bound, check_rtol, select_mode

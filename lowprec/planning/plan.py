@@ -57,6 +57,7 @@ class Quantized(NamedTuple):
     rules: tuple[Rule | None, Rule | None]  # of ``a`` and ``b``; None for a stored operand, which is not rounded again
     inner: GemmPlan  # of the rounded numbers, over the first piece of k
     k_piece: int  # length of the pieces of k, each with its scales, whose sums are added; 0: one sum
+    last: GemmPlan  # over the last piece of k, which may be shorter
 
 
 class Candidate(NamedTuple):

@@ -130,12 +130,13 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
         for spec, rule, dtype in zip(specs, rules, dtypes, strict=True)
     ]
     whole = replace(problem, a=rounded[0], b=rounded[1], out_dtype=out_dtype, has_alpha=True, is_scaled=True)
-    inner = plan_gemm(_piece_of(whole, min(piece, layout.k)) if piece else whole, capabilities, MathMode.FP32)
+    lengths = (min(n, layout.k) for n in ((piece, layout.k % piece or piece) if piece else (0, 0)))
+    inner, last = (plan_gemm(_piece_of(whole, n) if piece else whole, capabilities, MathMode.FP32) for n in lengths)
     plan = replace(
         inner, problem=problem, mode=mode, scheme=mode, mode_has_effect=True, layout=layout,
         compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
         operand_format=row(mode).operand_format, rounded=(a_rule is not None, b_rule is not None),
-        quantized=Quantized((a_rule, b_rule), inner, piece),
+        quantized=Quantized((a_rule, b_rule), inner, piece, last),
         flops=2 * layout.batch_count * layout.m * layout.n * layout.k * (not problem.ignores_product),
     )  # fmt: skip
     return _lowered(plan, _widened(plan)) if on_gpu and plan.flops else plan
@@ -168,7 +169,7 @@ def _emulated_float8(rules: tuple[Rule | None, ...], capabilities: Capabilities)
 
 
 def _piece_of(problem: GemmProblem, length: int) -> GemmProblem:
-    """Return the product over the first piece of k, into a new float32 array to which it is added."""
+    """Return the product over a piece of k, into a new float32 array to which it is added."""
     a, b = problem.a, problem.b
     out = stacked_layout(a, b).out_shape
     inner = max(len(b.shape) - 2, 0)

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import unique
 
-from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
+from lowprec.planning.activations import Activation
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multiply
-from lowprec.util.plain import StrEnum
-
-
-@unique
-class Activation(StrEnum):
-    """Activation functions of the epilogue, named as in cuBLASLt; ``gelu`` is the tanh form."""
-
-    RELU = "relu"
-    GELU = "gelu"
-
-
-def parse_activation(name: str | Activation | None) -> Activation | None:
-    """Return the activation of this name, None for None; raise UnsupportedError for an unknown name."""
-    if name is None:
-        return None
-    try:
-        return Activation(name)
-    except ValueError:
-        legal = ", ".join([*Activation, "None"])
-        raise UnsupportedError(f"activation {quoted(name)} is not supported; choose one of: {legal}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _FULL = MathMode.FP32
 
 
 @dataclass(frozen=True)
-class LayerModes(Mapping[str, str]):
+class LayerModes(Mapping[str, str], plotting.Drawable):
     """Modes by layer, which :class:`intercept` accepts; ``print`` shows the layers, the most sensitive one first."""
 
     modes: Mapping[str, str]  #: By name pattern, the last one ``"*"``.
@@ -53,17 +53,8 @@ class LayerModes(Mapping[str, str]):
         lines = [f"{json.dumps(pattern)} = {json.dumps(mode)}" for pattern, mode in self.modes.items()]
         Path(path).write_text("\n".join(["[layers]", *lines, ""]), encoding="utf-8")
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the sensitivity of each layer; the path's suffix is the image format.
-
-        Raises
-        ------
-        UnsupportedError
-            matplotlib is not installed, or does not support the format.
-        """
-        plotting.write(path, self._figure)
-
     def _figure(self) -> Any:
+        """Return the sensitivity of each layer."""
         names, note = plotting.first(list(self.sensitivity))
         figure, ((panel,),) = plotting.figure(1.6 + 0.22 * len(names))
         modes = self.sensitivity[names[0]]

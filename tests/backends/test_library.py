@@ -8,9 +8,10 @@ import stat
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lowprec.backends.cpu import library
+from lowprec.backends.cpu import library, products
 from lowprec.errors import BackendError
 from support.programs import posix, run_python
 
@@ -21,8 +22,8 @@ needs_sources = pytest.mark.skipif(not NATIVE.is_dir(), reason="the package is n
 needs_library = pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
 
 _C_TYPES = {
-    "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double,
-    "lp_matrix": library.Matrix, "lp_scheme": library.Scheme,
+    "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float,
+    "double": ctypes.c_double, "lp_matrix": library.Matrix, "lp_scheme": library.Scheme,
 }  # fmt: skip
 
 
@@ -46,10 +47,25 @@ def declared_fields(name):
 
 
 @needs_sources
-@pytest.mark.parametrize("name", ["Matrix", "Scheme", "Product", "Call", "Flat", "TensorCore"])
+@pytest.mark.parametrize("name", ["Matrix", "Scheme", "Product", "TensorCore", "Quantizer"])
 def test_structures_are_those_of_the_header(name):
     c_name = "lp_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
     assert list(getattr(library, name)._fields_) == declared_fields(c_name)
+
+
+@needs_sources
+@pytest.mark.parametrize(
+    ("name", "packed", "fields"),
+    [
+        ("lp_call", products._call(*range(13)), [*range(8), [8, 9], [10, 11], 12]),
+        ("lp_flat", np.arange(4).tobytes(), [0, 1, 2, 3, 0]),
+    ],
+)
+def test_packed_structures_are_those_of_the_header(name, packed, fields):
+    struct = type(name, (ctypes.Structure,), {"_fields_": declared_fields(name)})
+    assert len(packed) == ctypes.sizeof(struct)
+    found = [getattr(struct.from_buffer_copy(packed), field) for field, _ in struct._fields_]
+    assert [list(x) if isinstance(x, ctypes.Array) else x or 0 for x in found] == fields
 
 
 @needs_sources

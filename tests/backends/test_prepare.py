@@ -382,15 +382,15 @@ def test_released_in_the_middle_of_a_product(rng, monkeypatch, mode, m, batch):
     packed = [weakref.ref(x) for x in arrays]
     assert packed
     del values, arrays
-    call, multiply = products._call, numpy_products.multiply
+    call, multiply = products._call, np.matmul
 
-    def released(function, *arguments):
+    def released(function, *arguments, **keywords):
         prepared.release()
         assert all(x() is not None for x in packed)
-        return function(*arguments)
+        return function(*arguments, **keywords)
 
     monkeypatch.setattr(products, "_call", functools.partial(released, call))
-    monkeypatch.setattr(numpy_products, "multiply", functools.partial(released, multiply))
+    monkeypatch.setattr(np, "matmul", functools.partial(released, multiply))
     same(lowprec.matmul(a, prepared, math_mode=mode), want)
     assert prepared.packed_bytes == 0
 

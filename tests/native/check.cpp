@@ -210,8 +210,7 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
                       nullptr, v.batched ? offsets : nullptr, 0, p.type_out, 0};
     d.c.type = d.bias.type = -1;
     d.scheme = scheme_of(*p.mode, is_rounded(p.a), is_rounded(p.b));
-    d.activation = p.extras & GELU ? LP_GELU : p.extras & EPILOGUE && p.type_out != LP_C64 ? LP_RELU
-                                                                                           : LP_NONE;
+    d.activation = p.extras & GELU ? 2 : p.extras & EPILOGUE && p.type_out != LP_C64;  // lp_activation: 1 is RELU
     lp_call call = {};
     call.a = a.at, call.b = b.at, call.b_scales = p.b.scales, call.out = memory + first * size, call.threads = v.threads, call.alpha[0] = 1;
     if (p.extras & EPILOGUE) {

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
-from lowprec.planning.cublaslt import lowering
-from lowprec.planning.cublaslt.lowering import lower, split_batches
+from lowprec.planning import ACTIVATIONS, Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
+from lowprec.planning.cublaslt import calls, lowering
+from lowprec.planning.cublaslt.calls import split_batches
+from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
 from support.machines import gpu
@@ -138,6 +139,15 @@ def test_epilogues_are_fused_where_cublaslt_has_them(wanted, epilogue, fused):
     assert (call.c is not None) is (c is not None and fused)
 
 
+def test_an_activation_that_cublaslt_lacks_is_applied_to_a_staged_product(monkeypatch):
+    rows = {**ACTIVATIONS, Activation.GELU: ACTIVATIONS[Activation.GELU]._replace(fused="")}
+    monkeypatch.setattr(lowering, "ACTIVATIONS", rows)
+    a, b = (contiguous(shape, DType.FLOAT32) for shape in ((8, 16), (16, 24)))
+    relu, gelu = (lower(plan_gemm(GemmProblem(a, b, activation=x), GPU, MathMode.FP32)) for x in rows)
+    assert (relu.epilogue, relu.staged) == ("RELU", ())
+    assert (gelu.epilogue, [str(x) for x in gelu.staged]) == ("DEFAULT", ["gelu is not fused for float32"])
+
+
 def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused():
     a, b, bias = (OperandSpec.contiguous(DType.FLOAT32, shape) for shape in ((8, 16), (16, 24), (24,)))
     out = OperandSpec(DType.FLOAT32, (8, 24), (1, 8))
@@ -174,11 +184,11 @@ def test_float8_is_widened_without_units_for_the_pair():
 @given(
     st.lists(st.integers(1, 4), max_size=4).map(tuple),
     st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4), min_size=1, max_size=3),
-    st.sampled_from([1, 2, 3, 7, lowering.MOST_MATRICES]),
+    st.sampled_from([1, 2, 3, 7, calls.MOST_MATRICES]),
 )
 def test_split_batches_contains_every_matrix_once(shape, rows, most):
     stacks = [tuple(row[: len(shape)]) for row in rows]
-    with mock.patch.object(lowering, "MOST_MATRICES", most):
+    with mock.patch.object(calls, "MOST_MATRICES", most):
         batch_strides, runs = split_batches(shape, stacks)
     assert max(run.matrices for run in runs) <= most
     walked = sorted(

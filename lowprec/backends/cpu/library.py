@@ -7,8 +7,10 @@ import functools
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lowprec.errors import BackendError
 from lowprec.formats import DType
@@ -62,16 +64,6 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
-class Call(ctypes.Structure):
-    """``lp_call``."""
-
-    _fields_ = (
-        ("a", _POINTER), ("b", _POINTER), ("b_scales", _POINTER), ("out", _POINTER), ("c", _POINTER),
-        ("bias", _POINTER), ("row_scales", _POINTER), ("col_scales", _POINTER),
-        ("alpha", ctypes.c_double * 2), ("beta", ctypes.c_double * 2), ("threads", _I32),
-    )  # fmt: skip
-
-
 class Quantizer(ctypes.Structure):
     """``lp_quantizer``."""
 
@@ -82,12 +74,6 @@ class Quantizer(ctypes.Structure):
         ("seed", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("type", _I32), ("elements", _I32), ("scaling", _I32),
         ("stochastic", _I32), ("hadamard", _I32), ("codes", _I32),
     )  # fmt: skip
-
-
-class Flat(ctypes.Structure):
-    """``lp_flat``."""
-
-    _fields_ = (("from", _POINTER), ("to", _POINTER), ("size", _I64), ("type", _I32), ("pad", _I32))
 
 
 class TensorCore(ctypes.Structure):
@@ -104,7 +90,7 @@ class Functions(NamedTuple):
 
     version: Callable[[], int]
     units: Callable[[], int]
-    gemm: Callable[..., int]  # references to a Product and to a Call, or the bytes of a Call -> status
+    gemm: Callable[..., int]  # reference to a Product, bytes of an lp_call -> status
     pack: Callable[..., int]
     unscale: Callable[..., int]
     quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
@@ -198,3 +184,11 @@ def units() -> frozenset[str]:
     """Return the names of the units of this CPU; empty without the library."""
     found = library()
     return frozenset(name for i, name in enumerate(UNITS) if found is not None and found.units() >> i & 1)
+
+
+def offsets(dimensions: Iterable[tuple[int, int]]) -> Any:
+    """Return the offsets of all indices over dimensions, given by extent and stride, in row-major order."""
+    total = np.zeros(1, np.int64)
+    for extent, stride in dimensions:
+        total = np.add.outer(total, np.arange(extent) * stride).ravel()
+    return total

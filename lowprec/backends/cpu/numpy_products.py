@@ -8,7 +8,6 @@ sums, which are recomputed from the unsplit operands.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -20,7 +19,7 @@ from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT32, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
-from lowprec.planning import Activation, GemmPlan
+from lowprec.planning import ACTIVATIONS, GemmPlan
 from lowprec.planning.layout import GemmLayout, stacked_layout
 from lowprec.planning.stored import kept_modes
 
@@ -34,7 +33,11 @@ Split: TypeAlias = tuple[list[Any], Any]
 def prepare(plan: GemmPlan) -> Executor:
     if _is_plain(plan):
         return _matmul
-    return functools.partial(execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
+    if plan.compute_dtype is DType.INT8:
+        return functools.partial(execute, plan, _multiply_int8)
+    kernel = plan.kernel_row
+    times = _emulated(plan, *(kernel.formats or ())) if kernel.emulates else multiply
+    return functools.partial(execute, plan, functools.partial(_sum_products, times))
 
 
 def _is_plain(plan: GemmPlan) -> bool:
@@ -140,9 +143,10 @@ def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: An
     out[...] = total
 
 
-def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
-    dtype, kernel = out.dtype, plan.kernel_row
-    times = _emulated(plan, *(kernel.formats or ())) if kernel.emulates else multiply
+def _sum_products(
+    times: Callable[[Any, Any, Any], None], plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
+) -> None:
+    dtype = out.dtype
     a_parts, a_exponents = _operand(plan, 0, arguments.a, a, dtype)
     b_parts, b_exponents = _operand(plan, 1, arguments.b, b, dtype)
     term = np.empty(out.shape, dtype) if len(plan.schedule) > 1 else None
@@ -296,10 +300,8 @@ def _apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, out: Any
                 limits = np.iinfo(dtype)
                 np.clip(x, limits.min - np.minimum(bias, 0), limits.max - np.maximum(bias, 0), out=x)
             x += bias
-        if activation is Activation.RELU:
-            np.maximum(x, 0, out=x)
-        elif activation is Activation.GELU:
-            x[...] = _gelu(x)
+        if activation is not None:
+            x[...] = ACTIVATIONS[activation].host(x, np)
         if product is not out:
             out[..., rows, :] = _rounded_to_odd(x) if twice else x
 
@@ -313,12 +315,3 @@ def _rounded_to_odd(x: Any) -> Any:
     inexact = np.isfinite(x) & (nearest != x)
     beyond = inexact & (np.abs(nearest) > np.abs(x))
     return ((nearest.view(np.uint32) - beyond) | inexact).view(np.float32)
-
-
-def _gelu(x: Any) -> Any:
-    """Return the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415, section 2), computed in float64.
-
-    ``0.5 x (1 + tanh y)`` is ``x / (1 + exp(-2 y))``, which does not cancel for negative y.
-    """
-    wide = np.maximum(x, np.finfo(x.dtype).min, dtype=np.float64)  # the formula gives NaN for -Inf
-    return wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * wide * wide)))

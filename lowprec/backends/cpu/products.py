@@ -32,7 +32,7 @@ from lowprec.planning.layout import GemmLayout, addend_layout, stacked_layout
 from lowprec.planning.stored import kept_modes, reads_codes_of_b
 from lowprec.util.strides import coalesce
 
-#: ``lp_format`` and ``lp_activation``, which has the order of the members.
+#: ``lp_format``; ``lp_activation``, which has the order of the members.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, **{activation: i for i, activation in enumerate(Activation, 1)}}
 
@@ -147,7 +147,7 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
         if not status:
             return
         if status == library.NOT_FINITE:
-            execute(arguments._replace(b=ArrayView(b.dtype, b.shape, b.strides, b.device, b.owner, True, b.address)))
+            execute(arguments._replace(b=b.strided(b.shape, b.strides)))
         elif status == library.NO_MEMORY:
             raise MemoryError("no memory for the packed operands of a product")
         else:
@@ -230,24 +230,17 @@ def _matrix(x: MatrixStack | None, batch: Sequence[int], shared: Sequence[int]) 
         return Matrix(type=-1), []
     matrix, offsets = Matrix(row=x.row_stride, col=x.col_stride, type=library.TYPES[x.dtype]), []
     if any(x.batch_strides[i] for i in batch):
-        offsets.append(_offsets([(x.batch_shape[i], x.batch_strides[i]) for i in batch]))
+        offsets.append(library.offsets((x.batch_shape[i], x.batch_strides[i]) for i in batch))
         matrix.batch_offsets = data_pointer(offsets[-1])
     if shared:
         rows = [*((x.batch_shape[i], x.batch_strides[i]) for i in shared), (x.rows, x.row_stride)]
         coalesced = coalesce([(extent, (stride,)) for extent, stride in rows])
         if len(coalesced) > 1:
-            offsets.append(_offsets(rows))
+            offsets.append(library.offsets(rows))
             matrix.row_offsets = data_pointer(offsets[-1])
         else:
             matrix.row = coalesced[0][1][0]
     return matrix, offsets
-
-
-def _offsets(dimensions: Sequence[tuple[int, int]]) -> Any:
-    offsets = np.zeros(1, np.int64)
-    for extent, stride in dimensions:
-        offsets = np.add.outer(offsets, np.arange(extent) * stride).ravel()
-    return offsets
 
 
 def _describe_codes(b: Matrix, offsets: list[Any], name: str) -> None:

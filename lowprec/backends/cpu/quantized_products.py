@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -18,7 +17,7 @@ from lowprec.backends.cpu.workspaces import Workspace
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT32, DType
 from lowprec.modes import MathMode
-from lowprec.planning import GemmPlan, plan_gemm
+from lowprec.planning import GemmPlan
 from lowprec.recipes import Rule
 
 #: A rounded operand, the float32 scales of its vectors or blocks or None, and the scale of the tensor.
@@ -76,15 +75,15 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, dtype: DType, empty: Any =
     repeated = [s == 0 and n > 1 for s, n in zip(strides[:-2], shape, strict=False)]
     once = (*(1 if again else n for again, n in zip(repeated, shape, strict=False)), *shape[-2:])
     if view.ndim == 1:
-        x, scales, scale = _quantized(_seen(view, (1, *shape), (0, *strides)), -1, rule, dtype, empty)
-        x = _seen(x, shape, x.strides[1:])
+        x, scales, scale = _quantized(view.strided((1, *shape), (0, *strides)), -1, rule, dtype, empty)
+        x = x.strided(shape, x.strides[1:])
         if rule.scaling == "vector":
             scales = scales.reshape(scales.shape[1:])
     else:
-        x, scales, scale = _quantized(_seen(view, once, strides) if any(repeated) else view, inner, rule, dtype, empty)
+        x, scales, scale = _quantized(view.strided(once, strides) if any(repeated) else view, inner, rule, dtype, empty)
         if any(repeated):
             own = (0 if again else s for again, s in zip(repeated, x.strides, strict=False))
-            x = _seen(x, shape, (*own, *x.strides[-2:]))
+            x = x.strided(shape, (*own, *x.strides[-2:]))
     if scales is not None and scales.size and scales.max() >= _LARGE_SCALE:
         scales, scale = np.asarray(scales / _FACTOR, np.float32), scale * _FACTOR  # of one vector, not a scalar
     return x, scales, scale
@@ -94,11 +93,6 @@ def _quantized(view: ArrayView, inner: int, rule: Rule, dtype: DType, empty: Any
     """Round matrices to numbers of a type, which represents them."""
     x, scales, scale = quantize_view(view, inner, rule, empty)
     return x if x.dtype is dtype else host_view(x.ndarray().astype(NUMPY_DTYPES[dtype])), scales, scale
-
-
-def _seen(view: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
-    """Return a view of the same memory."""
-    return ArrayView(view.dtype, shape, strides, view.device, view.owner, True, view.address)
 
 
 def _at_once(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, Rounded, Rounded], None]:
@@ -134,17 +128,7 @@ def _in_pieces(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, R
     in_blocks = any(rule is not None and rule.block_scale == "float32" for rule in plan.quantized.rules)
     axes = -1, -2 if len(problem.b.shape) > 1 else -1
     counts = (*problem.a.shape[-2:-1], 1)[0], (*problem.b.shape[-1:], 1)[len(problem.b.shape) == 1]
-
-    def of_length(length: int) -> Executor:
-        specs = []
-        for spec, axis in zip((problem.a, problem.b), axes, strict=True):
-            shape = list(spec.shape)
-            shape[axis] = length
-            specs.append(replace(spec, shape=tuple(shape)))
-        piece = replace(problem, a=specs[0], b=specs[1])
-        return prepare_inner(plan_gemm(piece, plan.capabilities, MathMode.FP32))
-
-    execute = {n: of_length(n) for n in {step, k % step or step}}
+    execute = {n: prepare_inner(x) for n, x in ((step, inner), (k % step or step, plan.quantized.last))}
 
     def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
         total = host_view(np.zeros(plan.out_shape, np.float32))
@@ -168,9 +152,7 @@ def _in_pieces(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, R
 def _part(view: ArrayView, axis: int, start: int, length: int) -> ArrayView:
     shape = list(view.shape)
     shape[axis] = length
-    part = _seen(view, tuple(shape), view.strides)
-    part.address += start * view.strides[axis] * view.dtype.itemsize
-    return part
+    return view.strided(tuple(shape), view.strides, start * view.strides[axis])
 
 
 def _of_piece(scales: Any, number: int, count: int) -> Any:

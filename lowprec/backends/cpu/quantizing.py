@@ -65,7 +65,7 @@ def quantize_view(view: ArrayView, inner: int, rule: Rule, empty: Any = np.empty
     elif rule.block_scale == "float32":
         scales = np.empty((*batch, -(-k // wide), -(-vectors // high)), np.float32)
         strides = prod(scales.shape[-2:]), 1, scales.shape[-1]
-    offsets = [_offsets(batch, x.strides[:-2]) for x in (view, to)]
+    offsets = [library.offsets(zip(batch, x.strides, strict=False)) for x in (view, to)]
     described = library.Quantizer(
         prod(batch), vectors, k, view.strides[other], view.strides[inner], to.strides[other], to.strides[inner],
         *map(data_pointer, offsets), *strides,
@@ -91,7 +91,7 @@ def encode(
     k, inner = extents.pop(axis), strides.pop(axis)
     vectors, vector = (extents.pop(), strides.pop()) if extents else (1, 0)
     batches, blocks = prod(extents), 0 if scales is None else scales.shape[-1]
-    offsets = _offsets(tuple(extents), tuple(strides)), np.arange(batches) * (vectors * padded)
+    offsets = library.offsets(zip(extents, strides, strict=True)), np.arange(batches) * (vectors * padded)
     described = library.Quantizer(
         batches, vectors, k, vector, inner, padded, 1, *map(data_pointer, offsets), vectors * blocks, blocks, 1, codes=1
     )
@@ -128,10 +128,3 @@ def _is_along_last(view: ArrayView) -> bool:
     """Whether numbers along the last axis are neighbours, or none are."""
     row, column = view.strides[-2:]
     return column == 1 or row != 1
-
-
-def _offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    found = np.zeros(1, np.int64)
-    for extent, stride in zip(shape, strides, strict=True):
-        found = np.add.outer(found, np.arange(extent) * stride).ravel()
-    return found

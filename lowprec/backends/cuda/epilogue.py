@@ -13,7 +13,7 @@ from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, batch_dim
 from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
-from lowprec.planning import Activation, MatrixStack, OperandSpec
+from lowprec.planning import ACTIVATIONS, Activation, MatrixStack, OperandSpec
 from lowprec.util.strides import Dimension, coalesce
 
 #: Real and imaginary parts of alpha and beta.
@@ -134,7 +134,7 @@ class _EpilogueLaunch:
         if any(spec.factors):
             definitions |= {"ROW_FACTORS": spec.factors[0], "COL_FACTORS": spec.factors[1]}
         if spec.activation:
-            definitions[spec.activation.name] = 1
+            definitions["ACTIVATED"] = ACTIVATIONS[spec.activation].cuda
         constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
         constants += [rows[1][_OUT], cols[1][_OUT], batch.count]
         constants += [*batch.extents, *batch.strides[_OUT]]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import add
 from typing import Literal, NamedTuple
 
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.layout import MatrixStack
 from lowprec.planning.reasons import Reason
 from lowprec.recipes import Rule
+from lowprec.util.strides import Shape, coalesce, offsets_of
 
 #: Most mantissa bits of fixed-point emulation, cuBLAS's default; with a sign they fill ten 8-bit slices.
 MANTISSA_BITS = 79
+
+#: Most matrices of a call (``kMaxBatchCount`` in XLA; PyTorch issue 46001).
+MOST_MATRICES = 65535
 
 Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
@@ -234,3 +240,35 @@ class CublasLtCall:
         first, before_first = self.first.range_of("cols", self.op_first, k, start, stop)
         second, before_second = self.second.range_of("rows", self.op_second, k, start, stop)
         return replace(self, first=first, second=second), before_first, before_second
+
+
+class _Run(NamedTuple):
+    """Calls over the same number of matrices, and for each the offset of every array's first matrix, in elements."""
+
+    matrices: int
+    offsets: tuple[Shape, ...]
+
+
+def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_Run, ...]]:
+    """Split a batch into calls, each over (a part of) its largest dimension; ``stacks`` has the strides of each array.
+
+    Return the batch stride of each array, in elements, and one run, or two if the calls cannot have the same number of
+    matrices. No dimension is empty.
+    """
+    dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
+    # cuBLASLt does not document negative batch strides.
+    forward = [i for i, (_, strides) in enumerate(dimensions) if min(strides) >= 0]
+    count, strides = 1, (0,) * len(stacks)
+    if forward:
+        count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
+    each = -(-count // -(-count // MOST_MATRICES))  # calls of similar sizes
+    parts, rest = divmod(count, each)
+    steps = [tuple(each * i * stride for stride in strides) for i in range(parts + 1)]
+    starts = tuple(offsets_of(dimensions, len(stacks)))
+
+    def run(count: int, steps: Sequence[Shape]) -> _Run:
+        return _Run(count, tuple(tuple(map(add, start, step)) for start in starts for step in steps))
+
+    runs = (run(each, steps[:-1]), *([run(rest, steps[-1:])] if rest else []))
+    assert sum(x.matrices * len(x.offsets) for x in runs) == prod(shape)
+    return strides, runs

@@ -8,14 +8,13 @@ requirements of the int8, FP8 and FP4 kernels).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
-from operator import add
 from typing import Literal, NamedTuple
 
 from lowprec.formats import BLOCK_FORMATS, DType
 from lowprec.modes import row
+from lowprec.planning.activations import ACTIVATIONS
 from lowprec.planning.cublaslt.calls import (
     BLOCK_CODES,
     PACKED,
@@ -25,24 +24,19 @@ from lowprec.planning.cublaslt.calls import (
     LtMatrix,
     Op,
     Packing,
+    split_batches,
 )
 from lowprec.planning.cublaslt.scale_modes import fp4_units_multiply, scale_modes
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
-from lowprec.planning.problem import Activation, GemmProblem
+from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE
 from lowprec.recipes import Rule
-from lowprec.util.strides import Shape, coalesce, contiguous_strides, offsets_of
-
-#: Most matrices of a call (``kMaxBatchCount`` in XLA; PyTorch issue 46001).
-MOST_MATRICES = 65535
+from lowprec.util.strides import contiguous_strides
 
 #: Types of D for which bias and activation are fused.
 _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
-
-#: Activations that cuBLASLt fuses, under the same names; lowprec's kernel applies the others.
-_FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
 
@@ -200,44 +194,12 @@ def lower(
     return call
 
 
-class _Run(NamedTuple):
-    """Calls over the same number of matrices, and for each the offset of every array's first matrix, in elements."""
-
-    matrices: int
-    offsets: tuple[Shape, ...]
-
-
-def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_Run, ...]]:
-    """Split a batch into calls, each over (a part of) its largest dimension; ``stacks`` has the strides of each array.
-
-    Return the batch stride of each array, in elements, and one run, or two if the calls cannot have the same number of
-    matrices. No dimension is empty.
-    """
-    dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
-    # cuBLASLt does not document negative batch strides.
-    forward = [i for i, (_, strides) in enumerate(dimensions) if min(strides) >= 0]
-    count, strides = 1, (0,) * len(stacks)
-    if forward:
-        count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
-    each = -(-count // -(-count // MOST_MATRICES))  # calls of similar sizes
-    parts, rest = divmod(count, each)
-    steps = [tuple(each * i * stride for stride in strides) for i in range(parts + 1)]
-    starts = tuple(offsets_of(dimensions, len(stacks)))
-
-    def run(count: int, steps: Sequence[Shape]) -> _Run:
-        return _Run(count, tuple(tuple(map(add, start, step)) for start in starts for step in steps))
-
-    runs = (run(each, steps[:-1]), *([run(rest, steps[-1:])] if rest else []))
-    assert sum(x.matrices * len(x.offsets) for x in runs) == prod(shape)
-    return strides, runs
-
-
 def _op(operand: MatrixStack, swapped: bool) -> Op:
     return "N" if (operand.order == "row") is swapped else "T"
 
 
 def _epilogue(problem: GemmProblem) -> str:
-    activation = problem.activation.name if problem.activation else ""
+    activation = ACTIVATIONS[problem.activation].fused if problem.activation else ""
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
@@ -406,7 +368,7 @@ def _reasons_of_epilogue(inputs: _Inputs) -> Iterator[Reason]:
     if problem.bias is not None and not _fuses_bias(inputs, problem.bias):
         yield Reason.of(ReasonKind.BIAS_NOT_FUSED)
     activation = problem.activation
-    if activation and (activation not in _FUSED_ACTIVATIONS or inputs.plan.out_dtype not in _FUSES):
+    if activation and (not ACTIVATIONS[activation].fused or inputs.plan.out_dtype not in _FUSES):
         yield Reason.of(ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=inputs.plan.out_dtype)
 
 

@@ -23,6 +23,9 @@ INLINE f32v gelu(f32v x) {
     return floats(choose((u32v)(y < -44.0f), bits(all_floats(-0.0f)), bits(v)));
 }
 
+// In the order of Python's Activation; 0 for none.
+enum lp_activation { LP_RELU = 1, LP_GELU };
+
 INLINE f32v activated(f32v x, int activation) {
     if (activation == LP_RELU) return floats(~(u32v)(x < 0.0f) & bits(x));
     return activation == LP_GELU ? gelu(x) : x;

@@ -22,8 +22,6 @@ enum lp_type {
 // Formats to which each part of an operand is rounded, to nearest even (TF32: ties away from zero).
 enum lp_format { LP_EXACT, LP_TO_TF32, LP_TO_BF16, LP_TO_F16, LP_FORMATS };
 
-enum lp_activation { LP_NONE, LP_RELU, LP_GELU };
-
 // Units, by what they multiply and the instruction set; lp_units() has a bit for each that this CPU has.
 enum lp_unit {
     LP_FP32_AVX2, LP_INT8_AVX2, LP_INT8_AVXVNNI,
@@ -67,7 +65,7 @@ typedef struct {
     int64_t m, n, k, batches;
     lp_matrix a, b, out, c, bias;  // c.type and bias.type are -1 where there is none; bias has a stride `col`
     lp_scheme scheme;
-    int32_t unit, activation;
+    int32_t unit, activation;      // lp_unit; lp_activation of epilogue.hpp
 } lp_product;
 
 // The addresses and numbers of one call.

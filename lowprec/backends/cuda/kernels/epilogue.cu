@@ -3,8 +3,8 @@
 //
 // Macros: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where there are any;
 // SCALED, whether exponents (1) or factors (2) are given; ROW_FACTORS and COL_FACTORS, the sets of factors: 0 for none, 1
-// for one that all matrices share, 2 for one each; RELU, GELU, the name of the activation, if there is one; VECTOR,
-// whether rows of product and result are contiguous and aligned.
+// for one that all matrices share, 2 for one each; ACTIVATED, the activation of x as an expression, if there is one;
+// VECTOR, whether rows of product and result are contiguous and aligned.
 //
 // The arithmetic is that of the product's type, or float with factors, in the order in which the CPU's is done, and is
 // rounded once to the result's type. A scaled product is multiplied by alpha and its power of two or factors in double,
@@ -68,25 +68,23 @@ __device__ inline Complex<float> scaled(Complex<float> x, Complex<float> alpha, 
 }
 #endif
 
-#ifdef GELU
+// -- activations -----------------------------------------------------------------------------------
+
 __device__ inline float hyperbolic_tangent(float x) { return tanhf(x); }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
-#endif
 
-template <class T> __device__ inline T activated(T x)
+// Times a gate in [0, 1], given as 2 gate - 1. Zero times -Inf is NaN, but the limit is zero.
+template <class T> __device__ inline T gated(T x, T number)
 {
-#ifdef RELU
-    return x < 0 ? 0 : x;
-#elif defined(GELU)
-    T inner = x * x;
-    inner = inner * (T)0.044715 + (T)1;
-    inner = hyperbolic_tangent(inner * x * (T)0.7978845608028654);  // sqrt(2 / pi)
-    inner = (inner + (T)1) * (T)0.5;
-    return inner == 0 ? -inner : x * inner;  // of -Inf the product is NaN, not its limit
-#else
-    return x;
-#endif
+    T gate = (number + (T)1) * (T)0.5;
+    return gate == 0 ? -gate : x * gate;
 }
+
+#ifdef ACTIVATED
+template <class T> __device__ inline T activated(T x) { return ACTIVATED; }
+#else
+template <class T> __device__ inline T activated(T x) { return x; }
+#endif
 
 // -- the kernel ----------------------------------------------------------------------------------
 

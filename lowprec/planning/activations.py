@@ -1,0 +1,59 @@
+"""Activation functions of the epilogue.
+
+PyTorch and JAX apply and differentiate their own functions of the same names. Those of the CPU's kernels are in
+``native/epilogue.hpp``, in the order of the members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from enum import unique
+from typing import Any, NamedTuple
+
+from lowprec.errors import UnsupportedError, quoted
+from lowprec.util.plain import StrEnum
+
+
+@unique
+class Activation(StrEnum):
+    """Activation functions of the epilogue; ``gelu`` is the tanh form."""
+
+    RELU = "relu"
+    GELU = "gelu"
+
+
+class ActivationRow(NamedTuple):
+    """The implementations of an activation function, but for that of the CPU's kernels."""
+
+    host: Callable[[Any, Any], Any]  # of an array and the module numpy
+    cuda: str  # expression of x of type T (float or double, for relu also int), with functions of ``epilogue.cu``
+    fused: str  # name in ``cublasLtEpilogue_t``; empty if a kernel applies the function to a staged product
+
+
+def _gelu(x: Any, np: Any) -> Any:
+    """Return the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415, section 2), computed in float64.
+
+    ``0.5 x (1 + tanh y)`` is ``x / (1 + exp(-2 y))``, which does not cancel for negative y.
+    """
+    wide = np.maximum(x, np.finfo(x.dtype).min, dtype=np.float64)  # the formula gives NaN for -Inf
+    return wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * wide * wide)))
+
+
+ACTIVATIONS: Mapping[Activation, ActivationRow] = {
+    Activation.RELU: ActivationRow(lambda x, np: np.maximum(x, 0), "x < 0 ? 0 : x", "RELU"),
+    Activation.GELU: ActivationRow(
+        _gelu, "gated(x, hyperbolic_tangent((x * x * (T)0.044715 + (T)1) * x * (T)0.7978845608028654))", "GELU"
+    ),
+}
+
+
+def parse_activation(name: str | Activation | None) -> Activation | None:
+    """Return the activation of this name, None for None; raise UnsupportedError for an unknown name."""
+    if name is None:
+        return None
+    try:
+        return Activation(name)
+    except ValueError:
+        legal = ", ".join([*Activation, "None"])
+        raise UnsupportedError(f"activation {quoted(name)} is not supported; choose one of: {legal}") from None
