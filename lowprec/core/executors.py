@@ -128,7 +128,7 @@ def _warn_widened(plan: GemmPlan) -> None:
     is_decoded = b.blocks and b.dtype is DType.BFLOAT16 and kernel.decodes_b
     if b.blocks and is_decoded and b.blocks.axis != (k_axis := -min(2, len(b.shape))):
         why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
-        axes = f"axis={k_axis}, of a weight of linear -1"
+        axes = f"axis={k_axis}, or -1 for the weight of linear"
         warn(f"{why}; quantise it along the axis that is summed over: {axes}", once="widened")
 
 
