@@ -27,8 +27,6 @@ ROUTES = {
 
 @pytest.fixture
 def intercept(jax):
-    import lowprec.jax
-
     return lowprec.jax.intercept
 
 
