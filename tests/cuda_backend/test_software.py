@@ -1,6 +1,7 @@
 """The software CUDA itself: memory, streams, events, captures, kernels, arrays; misuse is noticed."""
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -69,6 +70,20 @@ def synchronize(cuda, on):
 # -- memory ---------------------------------------------------------------------------------------
 
 
+def test_memory_is_aligned_poisoned_counted_and_limited(cuda):
+    first, second = allocate(cuda, 100), allocate(cuda, 1)
+    assert first % 256 == second % 256 == 0
+    assert np.isnan(peek(cuda, first)).all()
+    assert (cuda.live()["blocks"], cuda.live()["bytes"]) == (2, 101)
+    cuda.runtime.memory.limits[0] = 200
+    refused(cuda.runtime.cudaMalloc(100), "cudaErrorMemoryAllocation")
+    assert cuda.runtime.memory.used[0] == 101
+    for address in (first, second):
+        value(cuda.runtime.cudaFree(address))
+    assert cuda.live()["blocks"] == cuda.live()["bytes"] == 0
+    allocate(cuda, 100)
+
+
 @pytest.mark.parametrize(
     ("offset", "nbytes", "words"),
     [(0, 65, "over the end"), (60, 8, "over the end"), (-4, 4, "nothing is allocated"), (64, 1, "nothing")],
@@ -134,6 +149,18 @@ def test_a_missing_wait_changes_the_result(cuda, order, joined):
     assert (bool(poisoned), bool(overwritten)) == (not joined, not joined)
 
 
+@pytest.mark.parametrize(("flags", "ordered"), [(0, True), (NON_BLOCKING, False)])
+def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(cuda, flags, ordered):
+    a, b, c, other = allocate(cuda), allocate(cuda), allocate(cuda), stream(cuda, flags)
+    write(cuda, b, 0.0, other)
+    synchronize(cuda, other)  # so that it is the other stream's turn
+    write(cuda, a, 1.0, other)
+    copy(cuda, b, a, LEGACY)
+    copy(cuda, c, b, other)
+    synchronize(cuda, other)
+    assert (peek(cuda, c) == [1.0] * 4) is ordered
+
+
 def test_invalid_handles_are_refused(cuda):
     mark = event(cuda)
     value(cuda.runtime.cudaEventDestroy(mark))
@@ -146,6 +173,14 @@ def test_invalid_handles_are_refused(cuda):
     mark = event(cuda)
     value(cuda.runtime.cudaSetDevice(0))
     refused(cuda.runtime.cudaEventRecord(mark, stream(cuda)), "cudaErrorInvalidResourceHandle")
+
+
+def in_a_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 # -- capture --------------------------------------------------------------------------------------
@@ -194,6 +229,19 @@ def test_captures_forbid_calls(cuda, forbidden, name):
     refused(cuda.runtime.cudaEventRecord(mark, on), "cudaErrorStreamCaptureInvalidated")
     with pytest.raises(Refusal, match="cudaErrorStreamCaptureInvalidated"):
         cuda.runtime.end_capture(on)
+    cuda.faults.clear()
+
+
+@pytest.mark.parametrize(("mode", "allowed"), [("Global", False), ("ThreadLocal", True), ("Relaxed", True)])
+def test_capture_modes(cuda, mode, allowed):
+    on = stream(cuda)
+    cuda.runtime.begin_capture(on, mode)
+    assert (in_a_thread(lambda: cuda.runtime.cudaMalloc(8))[0] == 0) is allowed
+    allocate_relaxed(cuda)
+    wanted = cuda.runtime.cudaMemPoolProps()
+    wanted.allocType = cuda.runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
+    wanted.location.type = cuda.runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+    refused(cuda.runtime.cudaMemPoolCreate(wanted), "cudaErrorStreamCaptureUnsupported")
     cuda.faults.clear()
 
 

@@ -119,6 +119,24 @@ def test_a_prepared_operand_may_go_while_the_product_waits(ordered, cupy, mode):
     assert ordered.count("cudaDeviceSynchronize") == 0
 
 
+@each_mode
+def test_memory_of_a_graph_is_its_own(ordered, cupy, mode):
+    runtime = ordered.runtime
+    with cupy.cuda.Stream() as own:
+        x, y, out = cupy.asarray(A), cupy.asarray(B), cupy.empty((24, 24), np.float32)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        own.synchronize()
+        runtime.begin_capture(own.ptr)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        graph = runtime.end_capture(own.ptr)
+        for turn in range(3):
+            changed = A + turn
+            runtime.cudaMemcpyAsync(x.data.ptr, changed.ctypes.data, A.nbytes, 4, own.ptr)
+            lowprec.matmul(cupy.asarray(A * 2), y, math_mode=mode)
+            graph.replay()
+            np.testing.assert_array_equal(cupy.asnumpy(out), changed @ B)
+
+
 # -- prepared operands ----------------------------------------------------------------------------
 
 
