@@ -1,5 +1,7 @@
 """The order of the products of a mode, and the names of modes."""
 
+import re
+
 import pytest
 
 from lowprec.errors import ModeError
@@ -10,6 +12,11 @@ def test_the_smallest_products_are_summed_first():
     assert row(MathMode.BF16X3).pairs == ((0, 1), (1, 0), (0, 0))
     orders = [i + j for i, j in row(MathMode.BF16X9).pairs]
     assert orders == [4, 3, 3, 2, 2, 2, 1, 1, 0]
+
+
+def test_the_number_of_products_is_in_the_name():
+    found = {r.mode.value: len(r.pairs) for r in TABLE if r.mode is not MathMode.FP16_KARATSUBA}
+    assert found == {name: int(x[1]) if (x := re.search(r"x(\d)", name)) else 1 for name in found}
 
 
 @pytest.mark.parametrize("mode", MathMode)
