@@ -10,6 +10,7 @@ import lowprec
 from lowprec import recipes
 from lowprec.modes import MathMode, available_modes, of_pass, parse_mode, row, rules_of
 from lowprec.recipes import Recipe
+from support.programs import run_python
 
 SOME = [
     Recipe("mxfp8"),
@@ -125,6 +126,12 @@ def test_scopes_defaults_and_reports_know_recipes():
     checked = lowprec.check(a, a.T, modes=[recipe, "int8"], rounds=1)
     assert [x.name for x in checked.rows] == ["fp32", str(recipe), "int8"]
     assert checked.within
+
+
+def test_the_environment_knows_recipes():
+    code = "import lowprec; print(lowprec.get_math_mode())"
+    recipe = Recipe.nvfp4_training(seed=3)
+    assert run_python(code, LOWPREC_MATH_MODE=str(recipe)) == str(recipe)
 
 
 def test_a_step_of_a_scope_reaches_recipes_without_one():
