@@ -1,7 +1,5 @@
 """Fixtures of all tests: a clean environment, seeded random numbers, and a report of skipped tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -38,6 +36,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
 from lowprec.core import executors
 
 # The same examples everywhere, so that failures are repeatable; no deadline, since the first call of a compiled kernel
@@ -82,6 +82,16 @@ def cheap_collections():
 def rng(request):
     """A generator seeded by the test's name: repeatable, and different for each test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def torch():
+    return load_or_skip(Backend.TORCH).torch
+
+
+@pytest.fixture
+def jax():
+    return load_or_skip(Backend.JAX).jax
 
 
 @pytest.fixture

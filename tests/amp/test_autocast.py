@@ -58,8 +58,7 @@ def test_the_lists_are_seen_in_the_types(name, half):
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "bool"])
-def test_products_that_lowprec_has_not_are_the_library_s(dtype):
-    torch = load_or_skip(Backend.TORCH).torch
+def test_products_that_lowprec_has_not_are_the_library_s(torch, dtype):
     a = np.array([[1, 0], [1, 1]]).astype(dtype)
     # PyTorch has no product of booleans.
     for base, x in ((np, a), *([] if dtype == "bool" else [(torch, torch.from_numpy(a))])):
@@ -115,8 +114,7 @@ def test_linalg_products_are_lowprecs_too():
     assert xp.report().calls == 4
 
 
-def test_functions_that_torch_has_under_other_names():
-    torch = namespace("torch")
+def test_functions_that_torch_has_under_other_names(torch):
     xp, x = autocast(torch, "O1"), torch.arange(6.0).reshape(2, 3)
     assert xp.max(x, axis=-1, keepdims=True).tolist() == [[2.0], [5.0]]
     assert xp.min(x, axis=0).tolist() == [0.0, 1.0, 2.0]
@@ -126,9 +124,8 @@ def test_functions_that_torch_has_under_other_names():
         assert found.tolist() == (x @ x.mT).tolist(), "integers below 2048 are exact"
 
 
-def test_functions_of_torch_nn():
+def test_functions_of_torch_nn(torch):
     """``nn.functional`` casts by the lists; classes and what is no function are PyTorch's own."""
-    torch = namespace("torch")
     xp, x = autocast(torch, Policy.preset("O1", half="bfloat16")), torch.ones(2, 3)
     w, bias = torch.ones(4, 3, requires_grad=True), torch.ones(4)
     found = xp.nn.functional.linear(x, w, bias)

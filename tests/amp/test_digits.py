@@ -41,9 +41,8 @@ def test_all_variants_learn_but_the_one_that_underflows(digits, library):
     assert min(found.values()) > 0.9, found
 
 
-def test_the_gradients_are_those_of_the_loss(digits):
+def test_the_gradients_are_those_of_the_loss(torch, digits):
     """Against autograd's, in float32: some 100 terms a sum, so errors of about 100 units of roundoff, 1e-5."""
-    torch = load_or_skip(Backend.TORCH).torch
     policy = amp.Policy.preset("O0")
     x, y, _, _ = data()
     start = digits.start(np.random.default_rng(0))

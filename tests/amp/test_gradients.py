@@ -7,18 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, DTypeError
 from lowprec.amp import gradient_report, suggest_scale
 from lowprec.amp.gradients import FORMATS
 from lowprec.formats import TF32
 from support.rounding_oracle import round_scalar
-
-
-@pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
-def xp(request):
-    return load_or_skip(request.param)
 
 
 def edges():

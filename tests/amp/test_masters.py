@@ -6,16 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, MathMode, ModeError, ShapeError, get_math_mode
 from lowprec.amp import LossScaler, MasterWeights, Policy, PrecisionSchedule, SettingError
 from lowprec.arrays.namespaces import dtype_name
-
-
-@pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
-def xp(request):
-    return load_or_skip(request.param)
 
 
 def descent(masters, grads):

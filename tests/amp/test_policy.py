@@ -7,8 +7,6 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, fp32_guard
 from lowprec.amp import MasterWeights, Policy, SettingError, autocast
 from lowprec.amp.policy import as_policy
@@ -149,8 +147,7 @@ def network(torch):
     )  # fmt: skip
 
 
-def test_module_types_decide_which_weights_are_norms():
-    torch = load_or_skip(Backend.TORCH).torch
+def test_module_types_decide_which_weights_are_norms(torch):
     model = network(torch)
     kept = {1, 3, 4, 5, 6, 8}
     for policy, half in ((Policy.preset("O2"), "float16"), (Policy.preset("O3"), "float16")):
@@ -177,9 +174,8 @@ def test_module_types_decide_which_weights_are_norms():
     assert layers(x).dtype == torch.float32, "the model itself stays as it is"
 
 
-def test_statistics_give_a_norm_away():
+def test_statistics_give_a_norm_away(torch):
     """Without the model, weights next to running statistics stay float32, whatever their names."""
-    torch = load_or_skip(Backend.TORCH).torch
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     found = Policy.preset("O2").cast_params(model.state_dict())
     types = {name: str(x.dtype).removeprefix("torch.") for name, x in found.items()}
@@ -220,8 +216,7 @@ def test_the_scaler_of_a_policy():
         ("allow", ("float64", "float64"), "float64"),
     ],
 )
-def test_registered_functions_cast(which, types, found):
-    torch = load_or_skip(Backend.TORCH).torch
+def test_registered_functions_cast(torch, which, types, found):
     seen = []
 
     @Policy().register(which)

@@ -19,12 +19,6 @@ from lowprec.backends.cpu import library
 from lowprec.errors import ArrayError
 from support import interrupts
 
-
-@pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
-def xp(request):
-    return load_or_skip(request.param)
-
-
 # -- against PyTorch's ----------------------------------------------------------------------------
 
 
@@ -83,23 +77,20 @@ def compare_sequence(torch, seed):
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
-def test_the_same_as_pytorch_at_every_step(count):
-    torch = load_or_skip(Backend.TORCH).torch
+def test_the_same_as_pytorch_at_every_step(torch, count):
     for seed in range(count):
         compare_sequence(torch, seed)
 
 
-def test_the_arguments_and_defaults_are_pytorchs():
-    torch = load_or_skip(Backend.TORCH).torch
+def test_the_arguments_and_defaults_are_pytorchs(torch):
     scaler = torch.amp.GradScaler("cpu")
     assert LossScaler().state_dict() == scaler.state_dict()
     assert LossScaler(enabled=False).state_dict() == {} == torch.amp.GradScaler("cpu", enabled=False).state_dict()
 
 
 @pytest.mark.parametrize(("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)])
-def test_overflow_without_end_stops_at_a_floor(arguments, floor):
+def test_overflow_without_end_stops_at_a_floor(torch, arguments, floor):
     """PyTorch's scale falls to 0 and stays there; its state is taken, and the scale grows again."""
-    torch = load_or_skip(Backend.TORCH).torch
     ours, theirs = LossScaler(**arguments), torch.amp.GradScaler("cpu")
     state, rule = functional.init(np), ScaleRule(**arguments)
     optimizer = Optimizer(torch)
@@ -152,8 +143,7 @@ def test_limits_are_numbers_of_float32():
     assert (capped, type(capped)) == (2.0, float)
 
 
-def test_the_twin_under_jit():
-    jax = load_or_skip(Backend.JAX).jax
+def test_the_twin_under_jit(jax):
     jnp, rule = jax.numpy, ScaleRule(growth_interval=2)
 
     @jax.jit
@@ -260,8 +250,7 @@ def test_numpy_computes_the_same_without_the_library(dtype, monkeypatch):
         assert scaler.unscale(x).tobytes() == expected.tobytes()
 
 
-def test_a_caller_that_flushes_subnormal_numbers():
-    torch = load_or_skip(Backend.TORCH).torch
+def test_a_caller_that_flushes_subnormal_numbers(torch):
     if library.library() is None or not torch.set_flush_denormal(True):
         pytest.skip("the kernels are not compiled, or this processor does not flush subnormal numbers")
     try:
@@ -299,9 +288,8 @@ def test_an_out_that_overlaps_partly(n):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_losses_have_pytorchs_types(xp, dtype):
+def test_losses_have_pytorchs_types(torch, xp, dtype):
     """A loss of no dimensions is scaled in float32 at least, beyond float16's range; others keep their type."""
-    torch = load_or_skip(Backend.TORCH).torch
     theirs, scaler = torch.amp.GradScaler("cpu"), LossScaler()
     for values in (1.5, [2.0**-10, 0.25]):
         loss = np.array(values, dtype)
@@ -343,8 +331,7 @@ def test_mistakes_in_the_order_are_refused():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("where", ["new", "in place", "out"])
-def test_sparse_gradients_are_divided_as_by_pytorch(dtype, where):
-    torch = load_or_skip(Backend.TORCH).torch
+def test_sparse_gradients_are_divided_as_by_pytorch(torch, dtype, where):
     for bad in (1.0, float("inf"), float("nan")):
         values = torch.tensor([3.0, 5.0, bad], dtype=getattr(torch, dtype))
         # The first place comes twice: what is not coalesced stays so.
@@ -370,8 +357,7 @@ def test_sparse_gradients_are_divided_as_by_pytorch(dtype, where):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_other_sparse_gradients_are_refused():
-    torch = load_or_skip(Backend.TORCH).torch
+def test_other_sparse_gradients_are_refused(torch):
     eye = torch.eye(3)
     for layout in ("csr", "csc"):
         grad = eye.to_sparse(layout=getattr(torch, f"sparse_{layout}"))
@@ -415,9 +401,8 @@ def test_refused_gradients_leave_the_scaler_ready():
     scaler.update()
 
 
-def test_two_views_of_the_same_elements():
+def test_two_views_of_the_same_elements(torch):
     """Tied weights, as one array or as views of one buffer, are divided once; two gradients need two arrays."""
-    torch = load_or_skip(Backend.TORCH).torch
     for whole in (np.full((3, 3), 8.0, np.float32), torch.full((3, 3), 8.0)):
         tied = whole + 0
         LossScaler(4.0).unscale([tied, tied], out=[tied, tied])
@@ -514,8 +499,7 @@ def test_scalars_of_numpy_are_gradients():
     assert scaler.found_inf
 
 
-def test_a_traced_gradient_names_the_way_out():
-    jax = load_or_skip(Backend.JAX).jax
+def test_a_traced_gradient_names_the_way_out(jax):
     with pytest.raises(ArrayError, match=r"use lowprec\.amp\.functional inside jit"):
         jax.jit(LossScaler().unscale)(jax.numpy.ones(2))
 

@@ -1,7 +1,5 @@
 """Tensor-core arithmetic, one element at a time and exact: the readable twin, and the oracle, of the fast ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from math import copysign, frexp, inf, isfinite

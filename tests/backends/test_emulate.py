@@ -1,7 +1,5 @@
 """``emulate`` around ``matmul``, and ``emulation.mma``: products, scopes, refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 
@@ -418,8 +416,7 @@ def test_other_architectures_are_refused(name):
 ONE = np.ones((1, 1), np.float32)
 
 
-def test_mma_gives_an_array_of_the_library():
-    torch = pytest.importorskip("torch")
+def test_mma_gives_an_array_of_the_library(torch):
     a = torch.full((2, 3), 0.5)
     found = mma(a, a.T, torch.ones(2, 2), arch="hopper", format="tf32")
     assert isinstance(found, torch.Tensor)

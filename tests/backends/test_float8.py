@@ -108,8 +108,7 @@ def test_batches_and_strides():
         assert (np.abs(lowprec.matmul(a, right, out_dtype=np.float32) - want) <= bound + 2.0**-126).all()
 
 
-def test_other_libraries():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_other_libraries(torch):
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     rng = np.random.default_rng(3)
     a, b = (rng.standard_normal((12, 12)).astype(np.float32) for _ in range(2))

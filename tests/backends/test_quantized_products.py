@@ -92,8 +92,7 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt, dtype):
     assert (np.abs(c[small]) <= np.abs(want[small]) + 2.0**-134).all()
 
 
-def test_batches_vectors_epilogues_and_libraries():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_batches_vectors_epilogues_and_libraries(torch):
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     rng = np.random.default_rng(3)
     for fmt in FORMATS:
@@ -175,8 +174,7 @@ def test_first_products_in_threads_and_pickles():
         np.testing.assert_array_equal(lowprec.matmul(a, again), want)
 
 
-def test_other_arguments_refuse_quantised_arrays():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_other_arguments_refuse_quantised_arrays(torch):
     q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp4")
     x = np.ones((32, 32), np.float32)
     for call in (lambda: lowprec.matmul(x, x, c=q, beta=1.0), lambda: lowprec.matmul(x, x, bias=q),
@@ -319,6 +317,12 @@ def test_arguments_of_a_quantised_array_are_checked():
         ({"codes": q.codes.astype(np.int64)}, lowprec.DTypeError, "codes are uint8, .* not int64"),
         ({"scales": q.scales.astype(np.float32)}, lowprec.DTypeError, "scales are uint8, .* not float32"),
         ({"codes": q.codes[:, 1:]}, lowprec.ShapeError, "codes of nvfp4 for shape"),
+        ({"scales": None}, lowprec.ShapeError, "scales of nvfp4 .* not None"),
+        (
+            {"codes": q.dequantize().astype(E4M3), "format": "fp8"},
+            lowprec.ShapeError,
+            "scales of fp8 .* have shape None",
+        ),
         ({"shape": 40}, lowprec.ShapeError, "shape is a tuple of integers"),
         ({"axis": 2}, lowprec.ShapeError, "axis: axis 2 is out of bounds"),
         ({"scale": 0.0}, lowprec.DTypeError, "scale of nvfp4 is a positive number, got 0.0"),

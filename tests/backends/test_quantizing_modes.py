@@ -1,7 +1,5 @@
 """Products of the modes that quantise: equal to products of the rounded numbers, for every layout and epilogue."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,8 +7,9 @@ import pytest
 import lowprec
 from lowprec import recipes
 from lowprec.recipes import Recipe
-from support import cpu_units, machines
+from support import cpu_units, machines, quantized_cases
 from support.programs import in_threads
+from support.quantized_cases import close
 
 MODES = recipes.MODES
 _ELEMENTS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn"}
@@ -68,51 +67,11 @@ def operands(a, b, mode):
     return rounded(a, rules[0]), np.moveaxis(rounded(np.moveaxis(b, inner, -1), rules[1]), -1, inner)
 
 
-def close(found, exact, a, b):
-    """Whether a product is within FP32's bound, k 2^-23 |a| |b| for each element."""
-    k = a.shape[-1]
-    sizes = np.matmul(np.abs(a), np.abs(b))
-    return bool((np.abs(found.astype(float) - exact) <= (k + 8) * 2.0**-23 * (sizes + 3)).all())
-
-
-def _stored(rng, x):
-    """Return an array with the same numbers or some of them, in another layout."""
-    kind = rng.integers(5)
-    if kind == 1 and x.ndim > 1:
-        return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-    if kind == 2:
-        return np.repeat(x, 2, -1)[..., ::2]
-    if kind == 3 and x.ndim > 2 and x.shape[0]:
-        return np.broadcast_to(x[:1], x.shape)
-    return x[..., ::-1] if kind == 4 else x
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_products_are_those_of_the_rounded_numbers(mode):
-    rng = np.random.default_rng(7)
-    for _ in range(150):
-        k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
-        batch = tuple(int(x) for x in rng.choice([1, 2, 3], rng.integers(0, 3)))
-        of_b = tuple(int(1 if rng.random() < 0.5 else x) for x in batch)
-        dtype = np.dtype(getattr(ml_dtypes, x := str(rng.choice(["float32", "float16", "bfloat16"])), x))
-        a = _stored(rng, rng.standard_normal((*batch, m, k) if rng.random() < 0.9 else k).astype(dtype))
-        b = _stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
-        x, y = operands(a, b, mode)
-        exact = np.matmul(x, y)
-        given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
-        exact *= given["alpha"]
-        if rng.random() < 0.4:
-            given |= {"c": rng.standard_normal(exact.shape).astype(np.float32), "beta": 0.5}
-            exact = exact + 0.5 * given["c"]
-        if rng.random() < 0.4 and b.ndim > 1:
-            given["bias"] = rng.standard_normal(n).astype(dtype)
-            exact = exact + given["bias"].astype(float)
-        if rng.random() < 0.4:
-            given["activation"] = "relu"
-            exact = np.maximum(exact, 0)
+    for a, b, given, exact, x, y in quantized_cases.products(lambda a, b: operands(a, b, mode), 150):
         found = lowprec.matmul(a, b, math_mode=mode, **given)
-        assert found.dtype == np.float32
-        assert found.shape == exact.shape
+        assert (found.dtype, found.shape) == (np.float32, exact.shape)
         assert close(found, exact, 2 * x, y), (mode, a.shape, b.shape, a.strides, b.strides, given.keys())
 
 

@@ -1,7 +1,5 @@
 """Threads in modes of their own, and memory over many calls: the short form of `benchmarks/stress.py`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

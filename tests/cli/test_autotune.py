@@ -85,8 +85,7 @@ def test_the_first_library_that_sees_a_gpu_makes_the_arrays(refused, monkeypatch
 
 
 @pytest.mark.parametrize("element", [d for d in DType if d is not DType.INT32])
-def test_torch_makes_every_element_type(monkeypatch, element):
-    torch = pytest.importorskip("torch", reason="torch not installed")
+def test_torch_makes_every_element_type(torch, monkeypatch, element):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     to = torch.Tensor.to
     # "cuda" means host memory here.

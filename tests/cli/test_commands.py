@@ -1,14 +1,9 @@
 """What the commands print and write when all is well."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +11,6 @@ import pytest
 import lowprec
 from lowprec import recipes
 from lowprec.modes import available_modes
-
-Files = tuple[Path, Path]
-Command = Callable[..., Any]
 
 
 def _json(outcome):

@@ -1,12 +1,9 @@
 """A mistake of the user is one line on standard error and exit code 2."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-Refused = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """``lowprec run``: libraries are imported as ever, and the program, its threads and its children are under the mode."""
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
 from pathlib import Path

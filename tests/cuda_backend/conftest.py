@@ -72,30 +72,50 @@ def cuda():
 
 
 @pytest.fixture
-def software():
-    """The software CUDA in use by lowprec; at the end there may be no misuse, and no object may be left.
+def install():
+    """Simulate devices, in use by lowprec; at the end there may be no misuse, and no object may be left.
 
     cuBLAS, which multiplies if cuBLASLt does not, must not hide a refusal that the backend should have avoided.
     """
-    found = software_cuda.install()
-    gpu = device_fixture.SoftwareGpu(found)
-    executors.clear_caches()
-    try:
-        yield gpu
-        found.drain()
-        assert gpu.expects_cublas or not found.count("gemm_strided_batched_ex_64")
-        faults = list(found.faults)
-    finally:
+    made = []
+
+    def new(capability=(10, 0), devices=1, **words):
+        made.append(device_fixture.SoftwareGpu(software_cuda.install(devices, capability=capability, **words)))
         executors.clear_caches()
-        reset()
-        if _left(found):
-            # There may be cycles; a collection takes too long to make one after each test.
-            gc.collect()
+        return made[-1]
+
+    yield new
+    faults, left = [], {}
+    for gpu in reversed(made):
+        found = gpu.software
+        try:
+            gpu.drain()
+            assert gpu.expects_cublas or not found.count("gemm_strided_batched_ex_64")
+            faults += found.faults
+        finally:
+            executors.clear_caches()
             reset()
-        left = _left(found)
-        software_cuda.uninstall()
+            if _left(found):
+                # There may be cycles; a collection takes too long to make one after each test.
+                gc.collect()
+                reset()
+            left |= _left(found)
+            software_cuda.uninstall()
     assert faults == []
     assert not left
+
+
+@pytest.fixture
+def software(install):
+    """The software CUDA, with two devices, in use by lowprec."""
+    return install((9, 0), devices=2)
+
+
+@pytest.fixture
+def few_blocks():
+    """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
+    with device_fixture.few_blocks():
+        yield
 
 
 @pytest.fixture

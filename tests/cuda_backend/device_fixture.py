@@ -1,20 +1,21 @@
 """Arrays on a GPU for tests: on the software CUDA, and for the same tests on a real device where there is one."""
 
+import contextlib
 import os
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lowprec.arrays import Device, library_of
 from lowprec.arrays.dlpack import export
 from lowprec.arrays.quantized import QuantizedArray
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.formats import dtype_from_name
+from software_cuda import compiler, install, uninstall
 from software_cuda.runtime import host_bytes
-
-Array = np.ndarray[Any, Any]
 
 #: Bytes before and after an array, so that its address is not aligned for all kernels.
 _MARGIN_BYTES = 64
@@ -276,3 +277,17 @@ class TorchGpu(Gpu):
 def has_real_gpu():
     """Whether to test on a device, by the environment."""
     return os.environ.get("LOWPREC_TEST_DEVICE") == "gpu"
+
+
+@contextlib.contextmanager
+def few_blocks():
+    """Use a GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
+    if has_real_gpu():
+        yield
+        return
+    if compiler() is None:
+        pytest.skip("g++ is not installed")
+    software = install(1, multiprocessors=1)
+    yield
+    uninstall()
+    assert not software.faults

@@ -1,15 +1,11 @@
 """Array libraries with streams and graphs, so that one test runs on a real device and on the software CUDA."""
 
 import contextlib
-from typing import Any
 
-import numpy as np
 import pytest
 
 from cuda_backend.device_fixture import has_real_gpu
 from software_cuda.arrays import DeviceArray, read
-
-Array = np.ndarray[Any, Any]
 
 #: Clock cycles for which a stream is kept busy before it writes an operand: about 5 ms.
 _BUSY_CYCLES = 10_000_000

@@ -12,10 +12,9 @@ import pytest
 import lowprec
 import software_cuda
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
+from cuda_backend.device_fixture import TorchGpu, has_real_gpu
 from lowprec.arrays import libraries, library_of
 from lowprec.arrays.quantized import QuantizedArray
-from lowprec.core import executors
 from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -44,14 +43,11 @@ def check(found, a, b, plan, factor=1.0):
 
 
 @pytest.fixture
-def install(monkeypatch):
-    """Simulate a device of some compute capability; its library widens quantised arrays on the host."""
-    made = []
+def install(install, monkeypatch):
+    """The library of the simulated devices widens quantised arrays on the host."""
 
-    def new(capability, **words):
-        gpu = SoftwareGpu(software_cuda.install(1, capability=capability, **words))
-        made.append(gpu)
-        executors.clear_caches()
+    def new(capability):
+        gpu = install(capability)
 
         def widened(x):
             codes, scales = (gpu.get(y).view(np.uint8) for y in (x.codes, x.scales))
@@ -61,14 +57,7 @@ def install(monkeypatch):
         monkeypatch.setattr(QuantizedArray, "_widened", widened)
         return gpu
 
-    yield new
-    for gpu in made:
-        gpu.drain()
-        faults = list(gpu.software.faults)
-        executors.clear_caches()
-        reset()
-        software_cuda.uninstall()
-        assert faults == []
+    return new
 
 
 def gpu_of(request, capability):

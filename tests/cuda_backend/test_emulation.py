@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import lowprec
-import software_cuda
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
+from cuda_backend.device_fixture import TorchGpu, has_real_gpu
 from lowprec.backends.cuda.models import BF16X9, FIXED_POINT
 from lowprec.core import executors
 from lowprec.formats import DType
@@ -27,27 +26,6 @@ SIZES = [(512, 512, 512), (2048, 1040, 1024)] if has_real_gpu() else [(1, 1, 40)
 def normal(rng, shape, dtype):
     x = rng.standard_normal(shape)
     return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
-
-
-@pytest.fixture
-def install():
-    """Simulate a device of some compute capability, with some version of cuBLAS."""
-    made = []
-
-    def new(capability=(10, 0), version=131000):
-        made.append(software_cuda.install(1, version=version, capability=capability))
-        executors.clear_caches()
-        return SoftwareGpu(made[-1])
-
-    yield new
-    for found in reversed(made):
-        found.drain()
-        executors.clear_caches()
-        reset()
-        live = found.live()
-        software_cuda.uninstall()
-        assert found.faults == []
-        assert not {name: n for name, n in live.items() if n and name not in ("streams", "blocks", "bytes")}
 
 
 @pytest.fixture
@@ -141,7 +119,7 @@ def test_a_profile_names_the_format_of_the_parts(install, rng, mode, dtype):
 @cases
 def test_other_devices(install, rng, mode, dtype):
     """bf16x9 splits the operands, and fp64_emulated is native FP64; no emulation descriptor is created."""
-    gpu = install((9, 0), 130002)
+    gpu = install((9, 0), version=130002)
     x, y = gpu.put(normal(rng, (24, 40), dtype)), gpu.put(normal(rng, (40, 16), dtype))
     plan = lowprec.plan(x, y, math_mode=mode)
     assert plan.kernel == "cublaslt"

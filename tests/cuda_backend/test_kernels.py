@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_backend.device_fixture import has_real_gpu
+from cuda_backend.device_fixture import few_blocks
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
@@ -25,7 +25,6 @@ from lowprec.formats import DType
 from lowprec.modes import available_modes
 from lowprec.planning import Activation, GemmProblem, MatrixStack, OperandSpec, plan_gemm
 from lowprec.planning.cublaslt.calls import PACKED, Packing
-from software_cuda import compiler, install, uninstall
 from support import oracles
 from support.kernel_oracles import (
     LAYOUTS,
@@ -52,16 +51,8 @@ D = DType
 
 @pytest.fixture(scope="module", autouse=True)
 def device():
-    """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
-    if has_real_gpu():
+    with few_blocks():
         yield
-        return
-    if compiler() is None:
-        pytest.skip("g++ is not installed")
-    software = install(1, multiprocessors=1)
-    yield
-    uninstall()
-    assert not software.faults
 
 
 def each_of(variants):

@@ -1,7 +1,5 @@
 """Modes that quantise on a GPU: codes and scales of the CPU's bits, and products of the rounded numbers."""
 
-from __future__ import annotations
-
 import itertools
 from math import prod
 
@@ -10,18 +8,18 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
+from cuda_backend.device_fixture import TorchGpu, has_real_gpu
 from lowprec.arrays import block_codes
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda.packing import prepare_packing
-from lowprec.core import executors
 from lowprec.formats import DType, dtype_from_name
 from lowprec.profiling.records import multiplied_format
 from lowprec.recipes import FORMATS, MODES, Recipe, Rule
-from software_cuda import compiler, install, tables, uninstall
+from software_cuda import tables
+from support import quantized_cases
 from support.kernel_oracles import DeviceCopies, Guarded, assert_same_bits, lay_out, stack_of
 from support.kernel_variants import QUANTIZED, quantizing, target_of
+from support.quantized_cases import close
 
 STREAM = 1
 D = DType
@@ -33,20 +31,6 @@ MEASURES = [
     {"rounding": "stochastic", "seed": 5, "hadamard": 16},
 ]
 RULES = [*QUANTIZED, *(rule._replace(**MEASURES[i % 3]) for i, rule in enumerate(QUANTIZED))]
-
-
-@pytest.fixture
-def device():
-    """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
-    if has_real_gpu():
-        yield
-        return
-    if compiler() is None:
-        pytest.skip("g++ is not installed")
-    software = install(1, multiprocessors=1)
-    yield
-    uninstall()
-    assert not software.faults
 
 
 def name_of(value):
@@ -112,9 +96,10 @@ def check(x, rule, target, pad=(0, 0), at=0):
     assert_same_bits(x.copy(), before)
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.feature("kernels that quantise operands")
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_codes_and_scales_are_those_of_the_cpu(device, rule, rng):
+def test_codes_and_scales_are_those_of_the_cpu(rule, rng):
     """Of any strides, contiguous along k, along the vectors or neither, through several tiles and with padding."""
     for shape, kind in (((3, 5), "bits"), ((2, 33, 150), "scaled"), ((130, 161), "bits"), ((17, 32), "normal")):
         for layout, pad in (("rows", (0, 0)), ("columns", (3, 8)), ("every third", (0, 5))):
@@ -122,8 +107,9 @@ def test_codes_and_scales_are_those_of_the_cpu(device, rule, rng):
             check(x, rule, target_of(rule), pad)
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.block_scale == "e4m3"], ids=name_of)
-def test_codes_of_4_bits(device, rule, rng):
+def test_codes_of_4_bits(rule, rng):
     """Codes of two in a byte and scales in tiles are the rounded numbers, and codes those of stored arrays."""
     for (rows, cols), kind in (((3, 5), "bits"), ((140, 161), "scaled"), ((33, 32), "bits"), ((17, 300), "normal")):
         x = lay_out(numbers(kind, rows * cols, D.FLOAT32, rng), (rows, cols), "columns")
@@ -144,15 +130,17 @@ def test_codes_of_4_bits(device, rule, rng):
         assert_same_bits(found.astype(BF16), want)
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize(("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))])
-def test_other_types(device, source, target, rng):
+def test_other_types(source, target, rng):
     for name, kind in itertools.product(MODES, ("bits", "normal")):
         x = lay_out(numbers(kind, 40 * 70, source, rng), (40, 70), "columns")
         check(x, FORMATS[name][1], D.FLOAT32 if name == "fp8_blocks" else target, (1, 2), 3)
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("rule", [r for r in RULES if r.hadamard == 0], ids=name_of)
-def test_batches_of_many_dimensions(device, rule, rng):
+def test_batches_of_many_dimensions(rule, rng):
     """Five dimensions of which no two are one, more than a launch takes; and broadcast ones."""
     x = lay_out(numbers("normal", 4000, D.FLOAT32, rng), (2, 3, 2, 3, 2, 5, 18), "rows")[:, ::2, :, ::-2]
     check(x[..., ::-1, :, :], rule, target_of(rule))
@@ -191,24 +179,6 @@ def operands(a, b, mode):
     return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1))
 
 
-def close(found, exact, a, b, units=0.0):
-    """Whether each element is within FP32's bound and that of tensor cores."""
-    error = (a.shape[-1] + 8) * 2.0**-23 + units
-    return bool((np.abs(found.astype(float) - exact) <= error * (np.matmul(np.abs(a), np.abs(b)) + 3)).all())
-
-
-def stored(rng, x):
-    """Return an array with the same numbers or some of them, in another layout."""
-    kind = rng.integers(5)
-    if kind == 1 and x.ndim > 1:
-        return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-    if kind == 2:
-        return np.repeat(x, 2, -1)[..., ::2]
-    if kind == 3 and x.ndim > 2 and x.shape[0]:
-        return np.broadcast_to(x[:1], x.shape)
-    return x[..., ::-1] if kind == 4 else x
-
-
 RECIPES = [
     Recipe("mxfp8", rounding="stochastic", seed=7, step=3, layer=2),
     Recipe("nvfp4", rounding="stochastic", seed=7, hadamard=16, product="grad_weight"),
@@ -222,21 +192,12 @@ RECIPES = [
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
 def any_gpu(request):
     """A device of each kind: without FP8 units, with one scale an operand, with float32 scales, with powers of two."""
-    if has_real_gpu():
-        gpu = TorchGpu()
-        if gpu.torch.cuda.get_device_capability() != request.param:
-            pytest.skip(f"the GPU is not of compute capability {request.param}")
-        yield gpu
-        return
-    found = SoftwareGpu(install(1, capability=request.param))
-    executors.clear_caches()
-    yield found
-    found.drain()
-    faults = list(found.software.faults)
-    executors.clear_caches()
-    reset()
-    uninstall()
-    assert not faults
+    if not has_real_gpu():
+        return request.getfixturevalue("install")(request.param)
+    gpu = TorchGpu()
+    if gpu.torch.cuda.get_device_capability() != request.param:
+        pytest.skip(f"the GPU is not of compute capability {request.param}")
+    return gpu
 
 
 @pytest.mark.feature("mode {mode}")
@@ -261,34 +222,13 @@ def test_products_of_recipes(gpu, recipe):
 
 
 def check_products(gpu, mode):
-    rng = np.random.default_rng(7)
-    for _ in range(15):
-        k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
-        if rng.random() < 0.3:  # extents that FP8 units multiply with scales of blocks
-            m, n = int(rng.choice([16, 32, 144])), int(rng.choice([1, 20, 150]))
-        batch = tuple(int(x) for x in rng.choice([1, 2, 3], rng.integers(0, 3)))
-        of_b = tuple(int(1 if rng.random() < 0.5 else x) for x in batch)
-        dtype = np.dtype(getattr(ml_dtypes, x := str(rng.choice(["float32", "float16", "bfloat16"])), x))
-        a = stored(rng, rng.standard_normal((*batch, m, k) if rng.random() < 0.9 else k).astype(dtype))
-        b = stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
-        x, y = operands(a, b, mode)
-        given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
-        exact, device = np.matmul(x, y) * given["alpha"], {}
-        if rng.random() < 0.4:
-            rows = exact.shape[:-2] + (1,) * (exact.ndim > 1) + exact.shape[-1:]
-            c = rng.standard_normal(exact.shape if rng.random() < 0.6 else rows).astype(np.float32)
-            given["beta"], device["c"], exact = 0.5, gpu.put(c), exact + 0.5 * c
-        if rng.random() < 0.4 and b.ndim > 1:
-            bias = rng.standard_normal(n).astype(np.float32)
-            device["bias"], exact = gpu.put(bias), exact + bias
-        if rng.random() < 0.4:
-            given["activation"], exact = "relu", np.maximum(exact, 0)
+    for a, b, given, exact, x, y in quantized_cases.products(lambda a, b: operands(a, b, mode), 15):
         x_there, y_there = gpu.put(a), gpu.put(b)
-        found = gpu.get(lowprec.matmul(x_there, y_there, math_mode=mode, **given, **device))
+        put = {name: gpu.put(v) if isinstance(v, np.ndarray) else v for name, v in given.items()}
+        found = gpu.get(lowprec.matmul(x_there, y_there, math_mode=mode, **put))
         units = lowprec.plan(x_there, y_there, math_mode=mode).quantized.inner.bound.relative
-        assert found.dtype == np.float32
-        assert found.shape == exact.shape
-        words = mode, a.shape, b.shape, a.strides, b.strides, given, device.keys()
+        assert (found.dtype, found.shape) == (np.float32, exact.shape)
+        words = mode, a.shape, b.shape, a.strides, b.strides, given
         assert close(found, exact, 2 * x, y, units * has_real_gpu()), words
 
 

@@ -3,8 +3,6 @@
 The answers of the software are known, so those of the report are checked, too.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scales of blocks in the software cuBLASLt: the tiles of the documentation, and what is refused."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 

@@ -1,9 +1,6 @@
 """2:4 sparse operands on a GPU: exact products, what cuSPARSELt does not multiply, and errors of the library."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,15 +8,12 @@ import pytest
 
 import lowprec
 from cuda_backend import test_faults as faults
-from cuda_backend.device_fixture import SoftwareGpu, draw
-from lowprec.core import executors
+from cuda_backend.device_fixture import draw
 from lowprec.errors import BackendError
 from lowprec.planning import ReasonKind
-from software_cuda import install, uninstall
 from software_cuda.cusparselt import Status
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-Array = np.ndarray[Any, Any]
 K, N = 64, 96
 
 
@@ -265,19 +259,12 @@ def test_a_missing_library(software):
     assert software.software.count("cusparse_lt.matmul") == 0
 
 
-def test_an_old_device():
-    gpu = SoftwareGpu(install(1, capability=(7, 5)))
-    executors.clear_caches()
-    try:
-        x, prepared, want = operands(gpu)
-        np.testing.assert_array_equal(gpu.get(lowprec.matmul(x, prepared)), want)
-        assert "compute capability 8.0, here 7.5" in str(lowprec.plan(x, prepared).sparsity)
-        assert not [name for name in gpu.software.calls if name.startswith("cusparse_lt")]
-    finally:
-        del x, prepared
-        gpu.drain()
-        faults.start_again()
-        uninstall()
+def test_an_old_device(install):
+    gpu = install((7, 5))
+    x, prepared, want = operands(gpu)
+    np.testing.assert_array_equal(gpu.get(lowprec.matmul(x, prepared)), want)
+    assert "compute capability 8.0, here 7.5" in str(lowprec.plan(x, prepared).sparsity)
+    assert not [name for name in gpu.software.calls if name.startswith("cusparse_lt")]
 
 
 CREATES = ("structured_descriptor_init", "dense_descriptor_init", "matmul_descriptor_init", "matmul_plan_init")

@@ -2,6 +2,7 @@
 
 import pytest
 
+import lowprec
 from frameworks.backends import Backend
 from frameworks.torch_switches import Switches
 
@@ -25,8 +26,8 @@ def other_xp(request):
 
 
 @pytest.fixture
-def torch():
-    return load_or_skip(Backend.TORCH).torch
+def lt(torch):
+    return lowprec.torch
 
 
 @pytest.fixture
@@ -36,11 +37,6 @@ def quick_inductor(torch):
 
     with config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
         yield
-
-
-@pytest.fixture
-def jax():
-    return load_or_skip(Backend.JAX).jax
 
 
 @pytest.fixture

@@ -111,8 +111,7 @@ def test_a_prepared_operand_in_linear_is_named_as_there(name):
         lowprec.linear(*given)
 
 
-def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had(torch):
     x, bias = torch.ones(3, 3), torch.ones(3, requires_grad=True)
     with pytest.raises(lowprec.UnsupportedError, match=r"here: bias: the torch tensor requires"):
         lowprec.matmul(x, x, bias=bias, k_chunk=2)

@@ -53,8 +53,6 @@ def test_one_rounded_operand_is_enough(sides):
 
 
 def test_pytorch_is_measured_where_it_multiplies(torch):
-    import lowprec.torch
-
     full = lowprec.audit(["torch"], sizes=[16])
     assert {r.operation for r in full.rows} == {"matmul", "linear", "convolution", "attention", "solve"}
     assert {r.precision for r in full.rows} == {"fp32"}
@@ -82,8 +80,6 @@ def test_a_guard_verifies_what_it_protects(monkeypatch):
 
 
 def test_jax_is_measured(jax):
-    import lowprec.jax
-
     assert not lowprec.audit(["jax"], sizes=[16]).below("fp32")
     with lowprec.jax.intercept("tf32"):
         low = lowprec.audit(["jax"], sizes=[16])

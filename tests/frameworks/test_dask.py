@@ -280,8 +280,7 @@ def test_a_contraction_of_unknown_chunks_reports_the_way_out(function, name):
         function(x[x[:, 0] > 0], x)
 
 
-def test_a_tensor_with_a_dask_array_is_refused_by_type():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_a_tensor_with_a_dask_array_is_refused_by_type(torch):
     x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)
     for a, b in ((x, tensor), (tensor, x)):
         with pytest.raises(lowprec.ArrayError, match="is a Tensor, which Dask cannot split into chunks"):
@@ -327,8 +326,7 @@ def test_contractions_of_empty_axes_and_chunks(seed):
             np.testing.assert_array_equal(found.compute(scheduler="sync"), true)
 
 
-def test_chunks_of_torch_are_refused_by_type():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_chunks_of_torch_are_refused_by_type(torch):
     x = da.ones((4, 4), chunks=2, dtype="float32").map_blocks(torch.from_numpy)
     y = da.ones((4, 4), chunks=2, dtype="float32")
     for refuse in (lowprec.matmul, lowprec.vecdot, lowprec.tensordot):

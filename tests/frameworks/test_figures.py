@@ -1,7 +1,5 @@
 """Figures of plans, interceptions and searched modes: their points, bars and labels are the values of the objects."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -70,8 +70,7 @@ def test_neighbours_of_a_result_are_left_alone(recorder, address, nbytes, first,
     assert recorder.calls == [(first, last - first, 14)]
 
 
-def test_a_refusal_and_small_results_go_unnoticed(recorder):
-    torch = load_or_skip(Backend.TORCH).torch
+def test_a_refusal_and_small_results_go_unnoticed(torch, recorder):
     a = torch.ones(1024, 4)
     assert (lowprec.matmul(a, a.T) == torch.full((1024, 1024), 4.0)).all()  # 4 MiB
     assert len(recorder.calls) == 1

@@ -1,7 +1,5 @@
 """Modes that quantise under ``intercept``: linear layers, their three products, and the others in bfloat16."""
 
-from __future__ import annotations
-
 import math
 import weakref
 import zlib
@@ -37,9 +35,8 @@ def results(torch, net):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gradients_are_those_of_layers_that_know_their_passes(torch, name):
+def test_gradients_are_those_of_layers_that_know_their_passes(torch, lt, name):
     """The operands and the products of PyTorch's layers are in another order than those of ``lowprec.torch.Linear``."""
-    import lowprec.torch as lt
 
     def layer(number):
         at = RECIPES[name].at(step=2, layer=zlib.crc32(number.encode()) % 2**20)
@@ -60,9 +57,7 @@ def test_gradients_are_those_of_layers_that_know_their_passes(torch, name):
     assert not [x for x in report.remarks if not x.startswith("Compiled graphs ran")]  # of other tests
 
 
-def test_first_and_last_layers_in_another_mode(torch):
-    import lowprec.torch as lt
-
+def test_first_and_last_layers_in_another_mode(torch, lt):
     net = network(torch, torch.nn.Linear)
     with lt.intercept({"0": "bf16", "4": "bf16", "*": "mxfp4"}) as seen:
         results(torch, net)
@@ -72,9 +67,7 @@ def test_first_and_last_layers_in_another_mode(torch):
     assert {p.mode for p in seen.report().taken} == {"fp32"}
 
 
-def test_attention_and_vectors_are_in_bfloat16(torch):
-    import lowprec.torch as lt
-
+def test_attention_and_vectors_are_in_bfloat16(torch, lt):
     x, v, layer = torch.randn(2, 16, 16), torch.randn(16), torch.nn.Linear(16, 16)
 
     def modes(**options):
@@ -88,9 +81,7 @@ def test_attention_and_vectors_are_in_bfloat16(torch):
     assert modes(attention=True) == dict.fromkeys(names, "mxfp8")
 
 
-def test_gradients_of_attention(torch):
-    import lowprec.torch as lt
-
+def test_gradients_of_attention(torch, lt):
     recipe = RECIPES["fp8"]
     a, b = (torch.randn(2, 24, 24, requires_grad=True) for _ in range(2))
     g = torch.randn(2, 24, 24)
@@ -103,11 +94,9 @@ def test_gradients_of_attention(torch):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_checkpointing_changes_nothing(torch, name):
+def test_checkpointing_changes_nothing(torch, lt, name):
     """The operands of the forward pass are gone, and others of the same numbers are multiplied again."""
     from torch.utils.checkpoint import checkpoint
-
-    import lowprec.torch as lt
 
     net = network(torch, torch.nn.Linear)
     with lt.intercept(RECIPES[name]):
@@ -121,9 +110,7 @@ def test_checkpointing_changes_nothing(torch, name):
     assert not seen.report().remarks
 
 
-def test_compiled_backward_passes_have_the_forward_formats(torch):
-    import lowprec.torch as lt
-
+def test_compiled_backward_passes_have_the_forward_formats(torch, lt):
     recipe, x, g = RECIPES["fp8"], torch.randn(24, 48), torch.randn(24, 64)
     layer = torch.nn.Linear(48, 64)
     with lt.intercept(recipe) as seen:
@@ -132,9 +119,7 @@ def test_compiled_backward_passes_have_the_forward_formats(torch):
     assert torch.equal(layer.weight.grad, lowprec.matmul(g.mT, x, math_mode="fp8"))
 
 
-def test_forward_operands_are_not_kept_alive(torch):
-    import lowprec.torch as lt
-
+def test_forward_operands_are_not_kept_alive(torch, lt):
     x = torch.randn(16, 16)
     alive = weakref.ref(x.untyped_storage())
     with lt.intercept(RECIPES["fp8"], attention=True):
@@ -142,10 +127,8 @@ def test_forward_operands_are_not_kept_alive(torch):
         assert alive() is None
 
 
-def test_statistics_of_quantised_operands(torch):
+def test_statistics_of_quantised_operands(torch, lt):
     """E4M3 with a scale of 2^-8 ends at 1.75; a block of 32 has one number beyond, and one that becomes zero."""
-    import lowprec.torch as lt
-
     a, b = torch.zeros(1, 64), torch.ones(64, 16)
     a[0, :32], a[0, 32], a[0, 0], a[0, 1] = 1.0, 2.0**-10, 1.9, 1e-9
     with lt.intercept("mxfp8", attention=True, statistics=True) as seen:
@@ -158,10 +141,8 @@ def test_statistics_of_quantised_operands(torch):
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
-def test_statistics_of_each_format(torch, mode):
+def test_statistics_of_each_format(torch, lt, mode):
     """The rounded operands that underflow is counted in are those of the product: the share is that of its zeros."""
-    import lowprec.torch as lt
-
     torch.manual_seed(0)
     a, b = torch.randn(48, 160) * torch.logspace(-9, 0, 160), torch.eye(160)
     with lt.intercept(mode, attention=True, statistics=True) as seen:
@@ -174,9 +155,7 @@ def test_statistics_of_each_format(torch, mode):
     assert (row.a.block_range > 0) == (mode != "fp8")
 
 
-def test_statistics_of_the_three_products(torch):
-    import lowprec.torch as lt
-
+def test_statistics_of_the_three_products(torch, lt):
     net = network(torch, torch.nn.Linear)
     with lt.intercept(RECIPES["nvfp4"], statistics=True) as seen:
         results(torch, net)

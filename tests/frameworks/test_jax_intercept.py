@@ -28,8 +28,6 @@ ROUTES = {
 
 @pytest.fixture
 def intercept(jax):
-    import lowprec.jax
-
     return lowprec.jax.intercept
 
 

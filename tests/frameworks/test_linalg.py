@@ -4,20 +4,16 @@ import importlib
 import pickle
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import lowprec
 from frameworks.backends import Backend, DLPackOnly
 from lowprec import linalg
 from support import oracles
 from support.programs import run_python
-
-Array = NDArray[Any]
 
 #: By function: the further arguments of a call with one or two matrices.
 FUNCTIONS = {

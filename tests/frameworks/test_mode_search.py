@@ -22,9 +22,7 @@ def model(torch):
     return torch.nn.Sequential(*layers), torch.ones(4, 16)
 
 
-def test_the_sensitive_layer_has_the_better_mode(torch):
-    import lowprec.torch as lt
-
+def test_the_sensitive_layer_has_the_better_mode(torch, lt):
     net, x = model(torch)
     found = lt.search_modes(lambda: net(x), rtol=2.0**-10)
     assert next(iter(found.sensitivity)) == "2"
@@ -41,9 +39,7 @@ def test_the_sensitive_layer_has_the_better_mode(torch):
 
 
 @pytest.mark.parametrize("rtol", [1e-2, 1e-3, 3e-4, 1e-6])
-def test_the_change_is_within_the_tolerance(torch, rtol):
-    import lowprec.torch as lt
-
+def test_the_change_is_within_the_tolerance(torch, lt, rtol):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.5)
     x = torch.randn(2, 4, 16)
@@ -63,10 +59,8 @@ def test_the_change_is_within_the_tolerance(torch, rtol):
     assert all(costs[lower[name]] <= costs[found[name]] for name in found)
 
 
-def test_no_cheaper_choice_of_two_layers_fits(torch):
+def test_no_cheaper_choice_of_two_layers_fits(torch, lt):
     """The search is compared with all choices."""
-    import lowprec.torch as lt
-
     torch.manual_seed(1)
     net, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)), torch.randn(8, 16)
     modes = ("bf16", "tf32", "fp32")
@@ -95,9 +89,8 @@ def test_changes_that_add_up_are_corrected_by_the_measured_one():
     assert measured == [4.0, change] == [4.0, pytest.approx(1.3)]
 
 
-def test_saved_modes_are_read_by_lowprec_run(torch, tmp_path):
+def test_saved_modes_are_read_by_lowprec_run(torch, lt, tmp_path):
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
-    import lowprec.torch as lt
     from lowprec.cli.commands.run import layers
 
     net = torch.nn.ModuleDict({"a[0]": torch.nn.Linear(4, 4)})
@@ -112,9 +105,7 @@ def test_saved_modes_are_read_by_lowprec_run(torch, tmp_path):
     assert {p.layer: p.mode for p in seen.report().taken} == {"a[0]": "bf16", "": "bf16"}
 
 
-def test_refusals(torch):
-    import lowprec.torch as lt
-
+def test_refusals(torch, lt):
     net, x = model(torch)
     with pytest.raises(UnsupportedError, match="rtol must be positive, got 0"):
         lt.search_modes(lambda: net(x), rtol=0)
@@ -131,9 +122,7 @@ def test_refusals(torch):
         lt.search_modes(lambda: net(x) * (1 + next(results)), rtol=0.1)
 
 
-def test_a_terminal_shows_the_progress(torch, monkeypatch):
-    import lowprec.torch as lt
-
+def test_a_terminal_shows_the_progress(torch, lt, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

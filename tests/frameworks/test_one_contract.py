@@ -3,8 +3,6 @@
 Tensors that require grad, under ``vmap`` and compiled; arrays that JAX traces; Dask arrays; and ``plan``.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections import Counter
@@ -194,8 +192,7 @@ def test_tensors_that_pytorch_records_or_maps(count):
 
 
 @pytest.mark.parametrize("count", [pytest.param(20, id="some"), pytest.param(600, id="all", marks=pytest.mark.sweep)])
-def test_compiled_tensors(count):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_compiled_tensors(torch, count):
 
     def ways(call, arrays, i):
         tensors, keywords = _tensors(arrays), call[1]
@@ -211,8 +208,7 @@ def test_compiled_tensors(count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_arrays_that_jax_traces(count):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_arrays_that_jax_traces(jax, count):
 
     def ways(call, arrays, i):
         on_jax, keywords = {name: jax.numpy.asarray(x) for name, x in arrays.items()}, call[1]
@@ -310,8 +306,7 @@ def test_a_library_has_the_product_that_the_table_names(name):
     assert callable(core_call._product_function(name))
 
 
-def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product(torch):
     x = torch.ones(4, 4)
     w = x.clone().requires_grad_()
     bias = torch.ones(4)
@@ -331,8 +326,7 @@ def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product():
     assert found == [[scope, rtol, argument, rtol, rtol], [scope, rtol, argument]]
 
 
-def test_plan_accepts_what_matmul_accepts():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_plan_accepts_what_matmul_accepts(torch):
     w = torch.ones(4, 3, requires_grad=True)
     plan = lowprec.plan(torch.ones(2, 4), w, math_mode="bf16")
     assert (plan.out_shape, str(plan.mode)) == ((2, 3), "bf16")
@@ -354,8 +348,7 @@ def test_a_product_times_zero_is_checked_by_the_caller_s_shapes():
     assert type(call.y) is PreparedView, "on a GPU its memory is ordered by lowprec itself"
 
 
-def test_a_refused_prepared_operand_has_one_way_out_each():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_a_refused_prepared_operand_has_one_way_out_each(torch):
     prepared, w = lowprec.prepare(np.ones((3, 3), np.float32)), torch.ones(3, 3, requires_grad=True)
     with pytest.raises(lowprec.ArrayError, match=r"requires grad.*; or pass the array itself$") as caught:
         lowprec.matmul(w, prepared)
@@ -404,8 +397,7 @@ def test_a_warm_call_enters_few_functions():
     assert frames(lambda: lowprec.matmul(x, x)) <= 16
 
 
-def test_a_warm_recorded_call_enters_few_functions():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_a_warm_recorded_call_enters_few_functions(torch):
     x, w = torch.ones(8, 8), torch.ones(8, 8, requires_grad=True)
     assert frames(lambda: lowprec.matmul(x, x)) <= 20
     assert frames(lambda: lowprec.matmul(x, w)) <= 35

@@ -32,8 +32,7 @@ def test_the_result_is_of_the_library_of_a(left, right):
             np.testing.assert_array_equal(np.asarray(got), want)
 
 
-def test_torch():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch(torch):
     from lowprec import torch as products
 
     x, weight = torch.as_tensor(draw(20, 128)), torch.as_tensor(draw(96, 128))
@@ -59,8 +58,7 @@ def test_torch():
         products.linear(x, [[1.0]])
 
 
-def test_jax():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax(jax):
     from lowprec import jax as products
 
     a, prepared = jax.numpy.asarray(draw(20, 128)), lowprec.prepare(draw(128, 96))

@@ -74,8 +74,7 @@ def test_an_array_known_only_by_dlpack_has_numpy_codes(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_torch(name):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch(torch, name):
     x = draw(3, 5, 70)
     tensor = torch.as_tensor(x)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
@@ -100,8 +99,7 @@ def test_torch(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_jax(name):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax(jax, name):
     x = draw(3, 5, 70)
     array = jax.numpy.asarray(x)
     same(lowprec.quantize(array.astype("bfloat16"), name), lowprec.quantize(x.astype(jax.numpy.bfloat16), name))

@@ -1,7 +1,5 @@
 """Modes that quantise in PyTorch, JAX and Dask: one call has the same bits, and each product its own rounding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -34,8 +32,7 @@ def gradients(a, b, g, mode):
 
 
 @pytest.mark.parametrize("mode", RECIPES, ids=str)
-def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(mode):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(torch, mode):
     a, b, g = operands((40, 100), (100, 30), (40, 30))
     x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
     y = lowprec.matmul(x, w, math_mode=mode)
@@ -47,8 +44,7 @@ def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(mode):
     assert all(np.array_equal(u.detach().numpy(), v) for u, v in zip(pulled, expected, strict=True))
 
 
-def test_compiled_graphs_have_the_same_bits_and_follow_the_step():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_compiled_graphs_have_the_same_bits_and_follow_the_step(torch):
     a, b, g = operands((16, 64), (64, 8), (16, 8))
     x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
     graphs = []
@@ -72,10 +68,7 @@ def test_compiled_graphs_have_the_same_bits_and_follow_the_step():
     assert np.array_equal(named(x, w).detach().numpy(), lowprec.matmul(a, b, math_mode=recipe))
 
 
-def test_a_layer_knows_its_weight():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    import lowprec.torch as lt
-
+def test_a_layer_knows_its_weight(torch, lt):
     recipe = Recipe("nvfp4", weight_block=(16, 16))
     torch.manual_seed(0)
     layer, x = lt.Linear(64, 32, math_mode=recipe), torch.randn(5, 64)
@@ -97,8 +90,7 @@ def test_a_layer_knows_its_weight():
     assert torch.allclose(backward[0], forward.sum(1), atol=1e-5), "both products see the same numbers of the weight"
 
 
-def test_vmap_and_half_precision():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_vmap_and_half_precision(torch):
     a, b = operands((3, 8, 64), (3, 64, 5))
     for mode in ("mxfp8", "int8", "fp8_blocks"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -112,8 +104,7 @@ def test_vmap_and_half_precision():
 
 
 @pytest.mark.parametrize("mode", RECIPES, ids=str)
-def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(mode):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(jax, mode):
     a, b, g = operands((40, 100), (100, 30), (40, 30))
     plain = lowprec.matmul(a, b, math_mode=mode)
     x, w = jax.numpy.asarray(a), jax.numpy.asarray(b)
@@ -133,8 +124,7 @@ def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(mode):
 
 
 @pytest.mark.parametrize("mode", ["mxfp8", "fp8_rows", "int8", "fp8_blocks"])
-def test_jax_maps_and_scans(mode):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_maps_and_scans(jax, mode):
     a, b = operands((3, 8, 64), (64, 64))
     expected = lowprec.matmul(a, b, math_mode=mode)
     found = jax.jit(jax.vmap(lambda x: lowprec.matmul(x, b, math_mode=mode)))(a)
@@ -147,8 +137,7 @@ def test_jax_maps_and_scans(mode):
 
 
 @pytest.mark.parametrize("mode", recipes.MODES)
-def test_jax_sums_of_zero_with_large_scales_are_zero(mode):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_sums_of_zero_with_large_scales_are_zero(jax, mode):
     a, b = np.array([[1e30, 0]], np.float32), np.array([[0], [1e30]], np.float32)
     assert jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))(a, b) == 0
 
@@ -157,9 +146,8 @@ def test_jax_sums_of_zero_with_large_scales_are_zero(mode):
     Recipe("mxfp4", rounding="stochastic", seed=3),
     Recipe("nvfp4", rounding="stochastic_gradients", seed=4, hadamard=16),
 ], ids=str)  # fmt: skip
-def test_jax_compiles_once_for_all_steps(mode):
+def test_jax_compiles_once_for_all_steps(jax, mode):
     """The step as an array has the bits of the recipe with this step; a function inside is not shared by two blocks."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
     from lowprec.jax import at_step
 
     x, w = operands((24, 70), (70, 12))
@@ -198,8 +186,7 @@ def _at(at_step, step, function):
         return function()
 
 
-def test_jax_refuses_steps_that_are_not_traced_integers():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_refuses_steps_that_are_not_traced_integers(jax):
     from lowprec.jax import at_step
 
     for step in (3, jax.numpy.int32(3)):

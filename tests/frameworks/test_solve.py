@@ -448,8 +448,7 @@ def test_a_cheap_mode_is_tried_first(rng, monkeypatch):
         assert (report.method, report.factor_mode, report.fallbacks) == ("refine", fp32, 0)
 
 
-def test_gradients_and_tracers():
-    torch = load_or_skip(Backend.TORCH).torch
+def test_gradients_and_tracers(torch):
     a = (torch.eye(3, dtype=torch.float64) * 2).requires_grad_()
     b = torch.ones(3, dtype=torch.float64)
     x, report = linalg.solve(a, b, method="auto", full_output=True)

@@ -127,9 +127,7 @@ def test_the_epilogue_of_a_product_of_16_bits_is_added_in_float32(torch, how, st
 
 
 @pytest.mark.parametrize("how", ["with gradients", "compiled"])
-def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch, how):
-    import lowprec.torch as lt
-
+def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch, lt, how):
     layer = lt.Linear(4, 2, dtype=torch.bfloat16)
     x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
     with lowprec.profile() as profile:
@@ -141,7 +139,7 @@ def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch, how):
 
 
 @pytest.mark.parametrize("how", ["without gradients", "compiled"])
-def test_integers_saturate_in_every_call(torch, how):
+def test_integers_saturate_in_every_call(torch, lt, how):
     a, b = (torch.full(s, 127, dtype=torch.int8) for s in ((2, 300), (300, 3)))
     call = all_calls(torch)[how]
     for bias in (torch.full((3,), 2**31 - 5, dtype=torch.int32), torch.ones(3, dtype=torch.int8)):
@@ -149,8 +147,6 @@ def test_integers_saturate_in_every_call(torch, how):
         found = call(lambda a, b, bias=bias: lowprec.matmul(a, b, bias=bias), a, b)
         assert found.dtype == torch.int32
         assert found.unique().tolist() == [true]
-    import lowprec.torch as lt
-
     for wrong in ({"c": torch.ones(2, 3)}, {"activation": "gelu"}):
         with pytest.raises(lowprec.UnsupportedError, match="cannot be used with int8 operands"):
             lt.matmul(a, b, **wrong)
@@ -163,9 +159,7 @@ def test_integers_saturate_in_every_call(torch, how):
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_transformed(torch, row, column):
-    import lowprec.torch as lt
-
+def test_transformed(torch, lt, row, column):
     (x,) = operands(torch, (4, 4), (1,), grad=False)[:1]
     mine, theirs = cubic(lowprec.matmul), cubic(torch.matmul)
     torch._dynamo.reset()
@@ -322,8 +316,6 @@ def test_backward_runs_in_the_mode_of_the_forward_product(torch, counting):
 
 
 def test_a_mode_of_its_own_for_the_backward_pass(torch):
-    import lowprec.torch
-
     x = torch.full((4, 4), ABOVE_ONE, requires_grad=True)
     y = lowprec.torch.matmul(x, x.detach(), math_mode="fp32", backward_mode="bf16")
     assert float(y.detach()[0, 0]) / 4 == IN_MODE["fp32"]
@@ -419,9 +411,7 @@ def encoder(torch, linear):
     return torch.nn.Sequential(linear(4, 8), torch.nn.GELU(), linear(8, 2))
 
 
-def test_linear_is_torchs_and_can_be_exported_and_trained(torch):
-    import lowprec.torch as lt
-
+def test_linear_is_torchs_and_can_be_exported_and_trained(torch, lt):
     mine, theirs = encoder(torch, lt.Linear), encoder(torch, torch.nn.Linear)
     mine.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 4)
@@ -438,10 +428,9 @@ def test_linear_is_torchs_and_can_be_exported_and_trained(torch):
     copy.deepcopy(mine)
 
 
+@pytest.mark.usefixtures("lt")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_torchs_own_checks_of_an_operator(torch, mode):
-    import lowprec.torch  # noqa: F401 - makes the operator
-
     x = operands(torch, (2, 3, 4), (4, 5), torch.float32)
     torch.library.opcheck(torch.ops.lowprec.matmul.default, (*x, mode, mode))
     low = operands(torch, (2, 3, 4), (4, 5), torch.bfloat16)
@@ -461,9 +450,8 @@ def test_fake_tensors_and_flop_counters_see_the_product(torch):
     assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
 
 
+@pytest.mark.usefixtures("lt")
 def test_tangents_of_the_operator_are_refused_not_zero(torch):
-    import lowprec.torch
-
     eye = torch.eye(2)
     with pytest.raises(lowprec.UnsupportedError, match="forward-mode derivative"):
         torch.func.jvp(lambda a: torch.ops.lowprec.matmul(a, eye, "fp32", "fp32"), (eye,), (eye,))
@@ -477,9 +465,7 @@ ONLY_FP64 = 1e-7
 
 
 @pytest.mark.parametrize("column", ["plain", "recorded", "vmap", "linear", "layer"])
-def test_rtol_chooses_the_mode_of_forward_and_backward(torch, column):
-    import lowprec.torch as lt
-
+def test_rtol_chooses_the_mode_of_forward_and_backward(torch, lt, column):
     x, y = operands(torch, (8, 64), (64, 4), torch.float32, grad=column != "plain")
     layer = lt.Linear.sharing(torch.nn.Linear(64, 4), rtol=ONLY_FP64)
     calls = {
@@ -516,9 +502,7 @@ def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch, counting, dynamic
     assert len(counting.graphs) == 3
 
 
-def test_wrong_operands_are_reported_by_type(torch):
-    import lowprec.torch as lt
-
+def test_wrong_operands_are_reported_by_type(torch, lt):
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(lowprec.ShapeError, match="does not have enough dimensions"):
         lt.matmul(torch.tensor(1.0), x)
@@ -556,9 +540,7 @@ def test_operands_that_no_gradient_uses_are_not_saved(torch, needed):
 # -- tensors without elements of their own --------------------------------------------------------
 
 
-def test_meta_tensors_give_meta_results(torch):
-    import lowprec.torch as lt
-
+def test_meta_tensors_give_meta_results(torch, lt):
     x = torch.ones(5, 3, device="meta", dtype=torch.bfloat16)
     layer = lt.Linear(3, 4, device="meta")
     for found, shape, dtype in (
@@ -652,9 +634,7 @@ def test_jagged_tensors_are_refused(torch):
 
 @pytest.mark.parametrize("alpha", [0.0, 0])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_product_times_zero_is_not_read(torch, alpha, grad):
-    import lowprec.torch as lt
-
+def test_a_product_times_zero_is_not_read(torch, lt, alpha, grad):
     c = torch.ones(3, 3)
     nan = torch.full((3, 3), torch.nan).requires_grad_(grad)
     found = lt.matmul(nan, c, c=c, alpha=alpha, beta=2.0)

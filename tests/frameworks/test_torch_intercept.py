@@ -19,9 +19,7 @@ UNIT = 2.0**-8
 
 
 @pytest.fixture
-def intercept(torch):
-    import lowprec.torch as lt
-
+def intercept(torch, lt):
     yield lt.intercept
     assert not lt.intercept._holders
     assert threading.active_count() > 1 or not registered(torch)
@@ -559,9 +557,7 @@ def test_products_that_a_graph_leaves_to_torch_are_reported(torch):
 
 
 @pytest.mark.usefixtures("fresh", "quick_inductor")
-def test_inductor_takes_the_options_and_knows_the_mode(torch):
-    import lowprec.torch as lt
-
+def test_inductor_takes_the_options_and_knows_the_mode(torch, lt):
     x = torch.full((4, 4), 1 + 2.0**-9, requires_grad=True)
     f = lambda x: torch.addmm(x, x, x, beta=0, alpha=2)  # noqa: E731
     full = 8 * (1 + 2.0**-9) ** 2

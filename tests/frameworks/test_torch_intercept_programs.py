@@ -18,9 +18,7 @@ ABOVE = 1 + 2.0**-9
 
 
 @pytest.fixture
-def intercept(torch):
-    import lowprec.torch as lt
-
+def intercept(torch, lt):
     yield lt.intercept
     # The kernels stay registered, idle, because some tests leave threads of PyTorch's behind.
     assert not lt.intercept._holders
@@ -171,9 +169,8 @@ def test_ledgers_are_bounded():
     assert {p.count for p in report.products if p.layer == "(further layers)"} == {100}
 
 
-def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch):
+def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch, lt):
     """As torchao.quantize_ replaces weights of torch.nn.Linear and its subclasses."""
-    import lowprec.torch as lt
 
     class Quantised(torch.Tensor):
         @classmethod

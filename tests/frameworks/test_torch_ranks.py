@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
-
 PROGRAM = Path(__file__).with_name("torch_ranks.py")
 PARTS = [
     "placements",
@@ -21,8 +18,7 @@ PARTS = [
 
 
 @pytest.mark.sweep
-def test_products_of_two_ranks(tmp_path):
-    torch = load_or_skip(Backend.TORCH).torch
+def test_products_of_two_ranks(torch, tmp_path):
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this PyTorch was built without gloo")
     meeting = str(tmp_path / "meeting")

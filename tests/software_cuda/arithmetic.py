@@ -13,15 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from software_cuda import tables
 from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
 from software_cuda.emulation import bf16x9, fixed_point
 from software_cuda.problem import Matrix, Problem
 from software_cuda.recorder import Fault
-
-Array = NDArray[Any]
 
 
 def strided(memory, x, pointer, device):

@@ -17,7 +17,6 @@ SIAM 2002 (ASNA):
 import contextlib
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -161,18 +160,6 @@ def product(a, b):
         return _times(widen(a), widen(b))
 
 
-def _fractions(x):
-    x = np.asarray(x)
-    out = np.empty(x.shape, object)
-    out.reshape(-1)[:] = [Fraction(float(v)) for v in x.reshape(-1)]
-    return out
-
-
-def exact_product(a, b):
-    """Return the product of real arrays in rational arithmetic, rounded once to float64. For small arrays."""
-    return np.asarray(np.matmul(_fractions(a), _fractions(b)), dtype=np.float64)
-
-
 def magnitude(x):
     """Return what bounds every product of parts: ``|x|``, or ``|Re x| + |Im x|``."""
     x = widen(x)
@@ -279,28 +266,6 @@ def storage_bound(value, dtype):
         return u * np.abs(value) + tiny
 
 
-def mode_bound(a, b, mode):
-    """Return the bound that needs no look at the bits of the operands.
-
-    With ``A' = A (1 + d)``, ``|d| <= u``, and the same for ``B``: ``|A'B' - AB| <= (2u + u^2)
-    |A||B|``. Below the normal range of the format the error is absolute (see ``_absolute``),
-    enlarged by at most ``1 + u < 1.01``. The accumulation acts on ``|A'||B'| <= (1 + u)^2 |A||B|``,
-    again within 1.01.
-    """
-    u, tiny = MODES[mode]
-    with np.errstate(all="ignore"):
-        relative = (2 * u + u * u) * _times(magnitude(a), magnitude(b))
-        lost = (tiny, tiny)
-        if mode == "fp16":
-            lost = tuple(tiny * _largest(np.asarray(x), axis) for x, axis in ((a, -1), (b, -min(2, np.ndim(b)))))
-        return relative + 1.01 * _absolute(a, b, *lost) + 1.01 * accumulation_bound(a, b, mode)
-
-
-def rounding_floor(a, b, mode):
-    """Return the Frobenius norm of the error that rounding the operands causes, whatever multiplies them."""
-    return float(np.linalg.norm(product(*round_both(a, b, mode)) - product(a, b)))
-
-
 # -- assertions -----------------------------------------------------------------------------------
 
 
@@ -338,20 +303,6 @@ def assert_within_bound(result, a, b, mode="fp32"):
     are chosen for it.
     """
     assert_expression(result, a, b, mode)
-
-
-def assert_honest(result, a, b, mode):
-    """Compare with the true product under the mode's bound, and find the error that the mode must leave."""
-    exact = product(a, b)
-    assert_close(result, exact, mode_bound(a, b, mode) + storage_bound(exact, np.asarray(result).dtype.name))
-    if mode in ROUNDING_MODES:
-        floor = rounding_floor(a, b, mode)
-        error = float(np.linalg.norm(widen(result) - exact))
-        assert floor > 0, "operands that the mode does not change show nothing"
-        assert error > 0.5 * floor, (
-            f"error {error:.3g} is below half of what rounding the operands to {mode} must cause ({floor:.3g}): "
-            "this ran in higher precision"
-        )
 
 
 # -- the whole expression -------------------------------------------------------------------------
@@ -426,16 +377,6 @@ def every_exponent(rng, per_exponent=64):
         mantissa = np.where(kind == k, (tie.astype(np.int64) + beside).astype(np.uint32), mantissa)
     sign = rng.integers(0, 2, exponent.size, dtype=np.uint32) << np.uint32(31)
     return (sign | exponent << np.uint32(23) | mantissa).view(np.float32)
-
-
-def around(values, steps=40):
-    """Return the float32 numbers next to each value, ``steps`` on either side, with both signs."""
-    found = []
-    for value in values:
-        start = int(np.float32(value).view(np.uint32))
-        bits = np.arange(max(start - steps, 0), min(start + steps, 0x7F800000) + 1, dtype=np.uint32)
-        found += [bits, bits | np.uint32(1 << 31)]
-    return np.concatenate(found).view(np.float32)
 
 
 # -- NaN, and strides of operands -----------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The benchmarks' own arithmetic, their files, and that each script runs to its end."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import os

@@ -149,8 +149,7 @@ def test_overflow_and_its_remark(a):
         assert f"fp16: {text}" in str(found)
 
 
-def test_arrays_of_other_libraries(a):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_arrays_of_other_libraries(torch, a):
     x = torch.from_numpy(a).to(torch.bfloat16)
     assert lowprec.check(x, x.T, rounds=1).b.shape == (24, 24)
     with pytest.raises(lowprec.ArrayError, match="requires grad"):

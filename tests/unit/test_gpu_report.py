@@ -21,8 +21,6 @@ from support.programs import run_python
 
 SPLIT = ("fp16x3", "bf16x6", "bf16x3", "tf32x3")
 
-Result = dict[str, Any]
-
 
 @pytest.fixture
 def execute(load, tmp_path):
@@ -270,9 +268,8 @@ class HostClock:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_questions_about_pending_work(load, tmp_path):
+def test_questions_about_pending_work(jax, load, tmp_path):
     """In host memory JAX and lowprec wait for each other as they must on a device."""
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
     ordering, part = load("gpu.ordering"), load("gpu.parts").Part(tmp_path / "part.json")
     work = ordering.Work(jax, 64, 32, 0)
     ordering.ask(part, work, ordering.QUESTIONS)

@@ -1,17 +1,13 @@
 """``math_mode`` and ``fp32_guard`` as blocks, decorators and wrappers, over threads and tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools
 import inspect
 import multiprocessing
 import pickle
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +23,6 @@ OUTSIDE = FP16
 #: By scope: how it is made, and the mode in it.
 SCOPES = {"mode": (lambda: math_mode("bf16"), BF16), "guard": (fp32_guard, FP32)}
 scopes = pytest.mark.parametrize(("make", "inside"), SCOPES.values(), ids=SCOPES)
-Make = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +34,6 @@ def outside(clean_policy):
 
 
 # -- blocks ---------------------------------------------------------------------------------------
-
-
-@scopes
-def test_a_block_acts_between_entry_and_exit(make, inside):
-    scope = make()
-    assert get_math_mode() is OUTSIDE
-    with scope as entered:
-        assert entered is scope
-        assert get_math_mode() is inside
-    assert get_math_mode() is OUTSIDE
-    with pytest.raises(ZeroDivisionError, match="division"), scope:
-        assert 1 / 0
 
 
 def test_arguments_are_checked_at_construction():
@@ -118,13 +101,6 @@ def test_the_process_default_reaches_every_thread():
         set_math_mode("fp23")
     assert get_math_mode() is FP32
     set_math_mode(OUTSIDE)
-
-
-@scopes
-def test_wrap_carries_the_scope_into_a_worker(make, inside):
-    with ThreadPoolExecutor(1) as pool, make() as scope:
-        modes = [pool.submit(f).result() for f in (get_math_mode, scope.wrap(get_math_mode), get_math_mode)]
-        assert modes == [OUTSIDE, inside, OUTSIDE]
 
 
 def test_tasks_overlap_without_leaking():

@@ -8,7 +8,7 @@ import pytest
 from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, library_of, may_overlap
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
-from lowprec.util.strides import contiguous_strides, overlaps_itself, reach
+from lowprec.util.strides import contiguous_strides, overlaps_itself
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
 
@@ -160,18 +160,6 @@ def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions():
         # NumPy itself calls all strides of an array without elements 0.
         assert contiguous_strides(shape) == filled.strides, shape
         assert contiguous_strides(shape, 5) == tuple(5 * s for s in filled.strides), shape
-
-
-def test_reach_is_that_of_numpys_views(rng):
-    base = np.empty((4, 5, 6), np.int8)
-    first = base.ctypes.data
-    for _ in range(100):
-        steps = [slice(None, None, int(s)) for s in rng.choice([-3, -2, -1, 1, 2, 3], 3)]
-        view = base[tuple(steps)].transpose(rng.permutation(3))
-        low, high = np.lib.array_utils.byte_bounds(view)
-        origin = view.ctypes.data
-        assert reach(view.shape, view.strides) == (low - origin, high - 1 - origin)
-        assert first <= low < high <= first + base.nbytes
 
 
 def test_overlaps_itself_against_a_count(rng):
