@@ -175,7 +175,8 @@ def test_an_argument_gives_a_warning_on_single_precision(dtype, fresh_executors,
     messages = [str(w.message) for w in found]
     assert len(messages) == (dtype in ("float32", "complex64"))
     wider = {"float32": "float64", "complex64": "complex128"}.get(dtype, "")
-    assert all(f"acts on float64 and complex128 only; {dtype}" in x and f"convert them to {wider}" in x for x in messages)
+    parts = f"acts on float64 and complex128 only; {dtype}", f"convert them to {wider}"
+    assert all(part in message for part in parts for message in messages)
 
 
 @pytest.mark.usefixtures("clean_policy")
