@@ -80,29 +80,32 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
 }
 
 // The same for lanes that are contiguous along k, `ldb` bytes apart, and whole blocks: squares are transposed in registers.
-template <int ELEMENT, int TYPE> constexpr int PER_DWORD = per_dword(ELEMENT) == 4 ? 1 : 32 / bits_of(TYPE);  // numbers of a run
+constexpr int AHEAD_ALONG_K = 512;  // bytes from a number to the one that is prefetched
+template <int TYPE> constexpr int PER_DWORD = 32 / bits_of(TYPE);  // numbers of a run
 template <class U, int ROWS, int TYPE, int FORMAT>
 static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema* extrema) {
     typedef typename U::Acc Acc;
-    constexpr int P = per_dword(U::ELEMENT), PER = PER_DWORD<U::ELEMENT, TYPE>, RUNS = P == 4 ? 1 : P, RUN = W * 4 / PER, GROUPS = RUN / 16;
+    constexpr int P = per_dword(U::ELEMENT), PER = PER_DWORD<TYPE>, RUN = W * 4 / PER, GROUPS = RUN / 16;
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
+    const int64_t end = (int64_t)dwords * P * 4 / PER;
     for (int64_t at = 0; at < lanes; at += W, b += W * ldb) {
         Acc acc[ROWS];
         Extrema found = FINDS ? extrema[at / W] : Extrema{u32v{}, u32v{}};
         UNROLLED(i, ROWS) acc[i] = adds ? get<Acc>(y + i * ldy + at) : Acc{};
         for (int d = 0; d < dwords; d += W) {
-            const char* from = b + d * RUNS * 4 / PER;
+            const int64_t first = (int64_t)d * P * 4 / PER, ahead = first + AHEAD_ALONG_K;
+            const char *from = b + first, *next = b + (ahead < end ? ahead : ahead - end + W * ldb);  // at the end, of the next lanes
             u32v rows[W];
             UNROLLED(i, W)
-                UNROLLED_BY(line, RUNS * RUN, 64) __builtin_prefetch(from + line + i * ldb + 512, 0, 2);
+                UNROLLED_BY(line, P * RUN, 64) __builtin_prefetch(next + line + i * ldb, 0, 2);
             UNROLLED(i, RUN / 4) {  // rows of memory one after the other: those far apart share few places of a cache
-                u32v raw[RUNS];
-                UNROLLED(p, RUNS) raw[p] = blocks_at<u32v>(from + p * RUN + i % GROUPS * 16 + i / GROUPS * ldb, 4 * ldb);
+                u32v raw[P];
+                UNROLLED(p, P) raw[p] = blocks_at<u32v>(from + p * RUN + i % GROUPS * 16 + i / GROUPS * ldb, 4 * ldb);
                 UNROLLED(half, PER) {
                     u32v& row = rows[(i % GROUPS * PER + half) * 4 + i / GROUPS];
-                    f32v x[RUNS];
-                    UNROLLED(p, RUNS) x[p] = number<TYPE>(raw[p], half);
-                    if constexpr (P == 4 || FINDS) row = raw[0];
+                    f32v x[P];
+                    UNROLLED(p, P) x[p] = number<TYPE>(raw[p], half);
+                    if (FINDS) row = raw[0];
                     else emit_parts<FORMAT, U::ELEMENT, false>(x, s, &row);
                 }
             }
@@ -110,15 +113,43 @@ static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, co
             UNROLLED(j, W) {
                 u32v row = rows[j / (4 * PER) * 4 * PER + j % PER * 4 + j / PER % 4];
                 if (FINDS) row = found.rounded(row);
-                if (U::ELEMENT == E_U8) row ^= 0x80808080u;
-                UNROLLED(i, ROWS) {
-                    const u32v dword = all(a[i * lda + d + j]);
-                    acc[i] = U::ELEMENT == E_U8 ? U::dot(acc[i], row, dword) : U::dot(acc[i], dword, row);
-                }
+                UNROLLED(i, ROWS) acc[i] = U::dot(acc[i], all(a[i * lda + d + j]), row);
             }
         }
         UNROLLED(i, ROWS) put(y + i * ldy + at, acc[i]);
         if (FINDS) extrema[at / W] = found;
+    }
+}
+
+// The same for int8, whose sums are exact in any order: each number of a vector of sums has a part of k.
+template <class U, int ROWS>
+static void int8_rows_along_k(const Source&, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema*) {
+    typedef typename U::Acc Acc;
+    constexpr int SOME = ROWS <= 2 ? 4 : 2;  // lanes at once
+    for (int64_t at = 0; at < lanes; at += W) {
+        u32v sums[ROWS][W];
+        for (int lane = 0; lane < W; lane += SOME, b += SOME * ldb) {
+            Acc acc[ROWS][SOME] = {};
+            for (int d = 0; d < dwords; d += W) {
+                const char* next = b + (d + 256 < dwords ? 4 * d + 1024 : 4 * (d - dwords) + 1024 + SOME * ldb);
+                UNROLLED(q, SOME) {
+                    __builtin_prefetch(next + q * ldb, 0, 2);
+                    const u32v x = get<u32v>(b + q * ldb + 4 * d);
+                    UNROLLED(i, ROWS) {
+                        const u32v dwords_a = get<u32v>(a + i * lda + d);
+                        acc[i][q] = U::ELEMENT == E_U8 ? U::dot(acc[i][q], x ^ 0x80808080u, dwords_a) : U::dot(acc[i][q], dwords_a, x);
+                    }
+                }
+            }
+            UNROLLED(i, ROWS)
+                UNROLLED(q, SOME) sums[i][lane + q] = (u32v)acc[i][q];
+        }
+        for (int i = 0; i < ROWS; i++) {
+            transpose(sums[i]);
+            u32v sum = adds ? get<u32v>(y + i * ldy + at) : u32v{};
+            for (int j = 0; j < W; j++) sum += sums[i][j];
+            put(y + i * ldy + at, sum);
+        }
     }
 }
 
@@ -219,7 +250,8 @@ template <class U> struct Few {
 
     template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(bool k) {
         if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
-        if constexpr (TYPE != PANEL && (bits_of(TYPE) > 8 || P == 4) && W >= 4 * PER_DWORD<U::ELEMENT, TYPE>) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
+        if constexpr (P == 4 && TYPE != PANEL) return int8_rows_along_k<U, ROWS>;
+        else if constexpr (TYPE != PANEL && bits_of(TYPE) > 8 && W >= 4 * PER_DWORD<TYPE>) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
         return nullptr;
     }
     template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m, bool along_k) {
