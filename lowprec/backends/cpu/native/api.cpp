@@ -53,8 +53,6 @@ lp::Source source(const lp_matrix& x, int64_t lanes, int64_t steps, bool by_colu
 
 Target target(const lp_matrix& x, const void* at) { return Target{(char*)at, x.row, x.col, x.row_offsets, x.type < 0 ? LP_F32 : x.type}; }
 
-int parts_of(const lp::Source& s) { return s.parts > 1 ? s.parts + s.sums_parts : 1; }
-
 // The products of parts in their order; each as four of bfloat16 pairs, each as four (or two) of real numbers.
 void make_terms(Work& w, const lp_scheme& s, bool pairs) {
     const int complex_a = w.a.type == LP_C64, complex_b = w.b.type == LP_C64, each = pairs ? 2 : 1;
@@ -67,7 +65,7 @@ void make_terms(Work& w, const lp_scheme& s, bool pairs) {
                 if (ca > complex_a || cb > complex_b) continue;
                 lp::Term& term = w.terms[w.term_count++];
                 const int pair_a = s.pair_count ? s.pair_a[i] : 0, pair_b = s.pair_count ? s.pair_b[i] : 0;
-                term.a = (ca * parts_of(w.a) + pair_a) * each + sub % each, term.b = (cb * parts_of(w.b) + pair_b) * each + sub / each;
+                term.a = (ca * w.a.all_parts() + pair_a) * each + sub % each, term.b = (cb * w.b.all_parts() + pair_b) * each + sub / each;
                 term.factor = (s.pair_count ? s.factor[i] : 1) * (ca && cb ? -1.0f : 1.0f);
                 term.plane = plane, term.adds = begun[plane], begun[plane] = true;
             }
@@ -188,8 +186,7 @@ LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
     describe(w, *p, *c), orient(w, p->b.packed);
     if (p->batches == 1) return place(w, *p, *c, 0, 0), one(*p, w, unit);
     const bool shared = p->m * p->n * p->k >= SHARED_PRODUCT || p->batches < c->threads;
-    const bool alone = shared || p->batches * p->m * p->n * p->k < 1 << 19;
-    const int threads = alone ? 1 : c->threads;
+    const int threads = shared || p->batches * p->m * p->n * p->k < 1 << 19 ? 1 : c->threads;
     std::atomic<int> status{LP_OK};
     w.threads = shared ? c->threads : 1;
     auto multiply = [&, w](int64_t i) mutable {

@@ -60,8 +60,8 @@ private:
 // able to complete the work. Other threads run in the default floating-point mode, as the caller does (Arithmetic).
 void run(void (*work)(void*, int), void* argument, int threads);
 
-// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which have a copy of `each` each. They claim some i,
-// one after the other: an atomic operation for each i would wait for all stores before it.
+// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which have a copy of `each` each and claim some i at
+// a time: an atomic operation for each i would wait for all stores before it.
 template <class Each> void share(int64_t count, int threads, const Each& each) {
     struct Shared {
         const Each& each;

@@ -11,17 +11,11 @@ template <class U> struct Small {
     typedef bool Multiply(const lp::Work&);
     static constexpr int P = G::P, MOST_ROWS = 64, MOST_VECTORS = 4, MOST_DWORDS = 64;  // of a; of columns; of k
 
-    template <int... I> INLINE uint32_t most(u32v x, std::integer_sequence<int, I...>) {
-        auto join = [&](u32v y) { x = x > y ? x : y; };
-        join(__builtin_shufflevector(x, x, (I ^ 1)...)), join(__builtin_shufflevector(x, x, (I ^ 2)...));
-        join(__builtin_shufflevector(x, x, (I ^ 4) % W...)), join(__builtin_shufflevector(x, x, (I ^ 8) % W...));
-        return x[0];
-    }
-    // Whether numbers and their products need no scaling.
-    INLINE bool within(Extrema x) {
+    // Whether all numbers are within the same limits.
+    INLINE bool within(const Extrema& x) {
         std::make_integer_sequence<int, W> lanes;
-        const uint32_t high = most(x.largest, lanes) >> 23, low = (~most(~x.least, lanes) + 1) >> 23;
-        return !high || (high < 127 + 60 && low > 127 - 60 && high - low <= 28);
+        auto larger_of = [](u32v v, u32v w) { return v > w ? v : w; };
+        return Extrema{over_lanes(x.largest, larger_of, lanes), ~over_lanes(~x.least, larger_of, lanes)}.within();
     }
 
     // A run of `whole` bytes, of which `bytes` exist.
@@ -51,7 +45,6 @@ template <class U> struct Small {
         const uint32_t *a = (const uint32_t*)p.a.at, *b = (const uint32_t*)p.b.at;
         int64_t lda = p.a.lane, ldb = p.b.k, vector = W;
         const bool plain = G::adds_nothing(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32);
-        const int size = bits_of(p.out.type) / 8;
         if (!AS_STORED || p.a.lane_offsets) {
             a = (const uint32_t*)packed_a, lda = blocks * W;
             for (int i = 0; i < m; i++) {
@@ -91,26 +84,19 @@ template <class U> struct Small {
                     UNROLLED(v, V) acc[r][v] = begin[first + v];
                 }
                 for (int line = 0; line < lines; line++, next_a += 64, next_b += 64)
-                    __builtin_prefetch(next_a, 0, 2), __builtin_prefetch(next_b, 0, 2);
+                    __builtin_prefetch(next_a), __builtin_prefetch(next_b);
                 for (int d = 0; d < dwords; d++, from += ldb)
                     UNROLLED(r, ROWS) {
                         const u32v dword = all(row[r][d]);
                         UNROLLED(v, V) acc[r][v] = U::dot(acc[r][v], dword, get<u32v>(from + v * vector));
                     }
-                const int count = n - first * W;
-                if (plain && size == 4 && count >= V * W) {
-                    UNROLLED(r, ROWS)
-                        if (i + r < m)
-                            UNROLLED(v, V) put(p.out.at + (p.out.offset(i + r, first * W) + v * W) * 4, acc[r][v]);
-                } else {
-                    UNROLLED(r, ROWS)
-                        if (i + r < m) write<V>(p, acc[r], i + r, first * W, plain);
-                }
+                UNROLLED(r, ROWS)
+                    if (i + r < m) write<V>(p, acc[r], i + r, first * W, plain);
             }
         };
         for (int v = 0; v * W < n; v += 2) {
-            if ((v + 1) * W < n) columns(v, std::integral_constant<int, 2>());
-            else columns(v, std::integral_constant<int, 1>());
+            if ((v + 1) * W < n) columns(v, Int<2>());
+            else columns(v, Int<1>());
         }
         return true;
     }
@@ -118,38 +104,32 @@ template <class U> struct Small {
     // A row of sums of V vectors of columns; `plain` ones are only rounded, to contiguous numbers.
     template <int V> INLINE void write(const lp::Work& p, const Acc* acc, int64_t row, int first, bool plain) {
         const int count = (int)G::least(p.n - first, V * W), size = bits_of(p.out.type) / 8;
-        if (plain) {
-            char* to = p.out.at + p.out.offset(row, first) * size;
-            for (int v = 0; v < V; v++, to += W * size) {
-                const bool whole = count >= (v + 1) * W;
-                alignas(64) char half[2 * W];
-                if (p.out.type == LP_BF16) store<LP_BF16>(whole ? to : half, (f32v)acc[v]);
-                else if (p.out.type == LP_F16) store<LP_F16>(whole ? to : half, (f32v)acc[v]);
-                else if (whole) put(to, acc[v]);
-                else put_some(to, acc[v], (count - v * W) * size);
-                if (size == 2 && !whole) put_some(to, get<u16v>(half), (count - v * W) * size);
-            }
-            return;
+        if (!plain) {
+            alignas(64) Acc sums[G::N / W] = {};
+            UNROLLED(v, V) sums[v] = acc[v];
+            std::atomic<int> not_finite{0};
+            return G::finish(p, sums, 0, row, 1, first, count, nullptr, nullptr, nullptr, not_finite);
         }
-        alignas(64) Acc sums[G::N / W] = {};
-        UNROLLED(v, V) sums[v] = acc[v];
-        std::atomic<int> not_finite{0};
-        G::finish(p, sums, row, first, count, nullptr, nullptr, 0, not_finite);
+        char* to = p.out.at + p.out.offset(row, first) * size;
+        UNROLLED(v, V) {
+            alignas(64) char half[2 * W];
+            const bool whole = count >= (v + 1) * W;
+            char *at = to + v * W * size, *at_half = whole ? at : half;
+            if (p.out.type == LP_BF16) store<LP_BF16>(at_half, (f32v)acc[v]);
+            else if (p.out.type == LP_F16) store<LP_F16>(at_half, (f32v)acc[v]);
+            else if (whole) put(at, acc[v]);
+            else put_some(at, acc[v], (count - v * W) * size);
+            if (size == 2 && !whole) put_some(at, get<u16v>(half), (count - v * W) * size);
+        }
     }
 
-    template <int TYPE, int FORMAT> static void find(const lp::Work& p, Multiply*& found) {
-        if constexpr (can_pack(U::ELEMENT, TYPE, FORMAT))
-            if (p.b.type == TYPE && p.b.format == FORMAT) found = multiply<TYPE, FORMAT>;
-    }
     // The function for a product; null if there is none, or others are faster.
     static Multiply* find(const lp::Work& p) {
         Multiply* found = nullptr;
         const bool fits = p.m <= MOST_ROWS && p.n <= MOST_VECTORS * W && p.k <= MOST_DWORDS * P && p.term_count == 1 && p.planes == 1 && !p.packed_b;
-        const bool alike = p.a.type == p.b.type && p.a.format == p.b.format && p.scales_a == p.scales_b;
+        const bool alike = p.a.type == p.b.type && p.a.format == p.b.format && p.scales_a == p.scales_b && p.scales_a == (p.a.format == LP_TO_F16);
         if (!fits || !alike || p.a.k != 1 || p.b.lane != 1 || p.a.k_offsets || p.b.k_offsets || p.b.lane_offsets) return nullptr;
-        find<LP_F32, LP_EXACT>(p, found), find<LP_F32, LP_TO_TF32>(p, found), find<LP_F32, LP_TO_BF16>(p, found);
-        find<LP_F16, LP_EXACT>(p, found), find<LP_BF16, LP_EXACT>(p, found), find<LP_E4M3, LP_EXACT>(p, found), find<LP_I8, LP_EXACT>(p, found);
-        if (p.scales_a) find<LP_F32, LP_TO_F16>(p, found);
+        with_type<U::ELEMENT>(p.b, [&](auto type, auto format) { found = multiply<type, format>; });
         return found;
     }
 };
