@@ -53,8 +53,6 @@ lp::Source source(const lp_matrix& x, int64_t lanes, int64_t steps, bool by_colu
 
 Target target(const lp_matrix& x, const void* at) { return Target{(char*)at, x.row, x.col, x.row_offsets, x.type < 0 ? LP_F32 : x.type}; }
 
-int parts_of(const lp::Source& s) { return s.parts > 1 ? s.parts + s.sums_parts : 1; }
-
 // The products of parts in their order; each as four of bfloat16 pairs, each as four (or two) of real numbers.
 void make_terms(Work& w, const lp_scheme& s, bool pairs) {
     const int complex_a = w.a.type == LP_C64, complex_b = w.b.type == LP_C64, each = pairs ? 2 : 1;
@@ -67,7 +65,7 @@ void make_terms(Work& w, const lp_scheme& s, bool pairs) {
                 if (ca > complex_a || cb > complex_b) continue;
                 lp::Term& term = w.terms[w.term_count++];
                 const int pair_a = s.pair_count ? s.pair_a[i] : 0, pair_b = s.pair_count ? s.pair_b[i] : 0;
-                term.a = (ca * parts_of(w.a) + pair_a) * each + sub % each, term.b = (cb * parts_of(w.b) + pair_b) * each + sub / each;
+                term.a = (ca * w.a.all_parts() + pair_a) * each + sub % each, term.b = (cb * w.b.all_parts() + pair_b) * each + sub / each;
                 term.factor = (s.pair_count ? s.factor[i] : 1) * (ca && cb ? -1.0f : 1.0f);
                 term.plane = plane, term.adds = begun[plane], begun[plane] = true;
             }
@@ -104,12 +102,12 @@ void describe(Work& w, const lp_product& p, const lp_call& c) {
 
 const int64_t PREFETCHED = 1 << 18;  // bytes of a matrix of a batch
 
-// The addresses of a product. A thread computes every `threads`th.
-void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int threads, int64_t packed_bytes) {
+// The addresses of a product.
+void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int64_t packed_bytes) {
     auto place_operand = [&](lp::Source& s, const lp_matrix& x, const void* data) {
         s.at = moved(data, x, product);
-        const bool precedes = s.lanes * s.steps * bits_of(s.type) <= 8 * PREFETCHED && product + threads < p.batches;
-        s.next = precedes ? moved(data, x, product + threads) - s.at : 0;
+        const bool precedes = s.lanes * s.steps * bits_of(s.type) <= 8 * PREFETCHED && product + 1 < p.batches;
+        s.next = precedes ? moved(data, x, product + 1) - s.at : 0;
     };
     place_operand(w.is_transposed ? w.b : w.a, p.a, c.a), place_operand(w.is_transposed ? w.a : w.b, p.b, c.b);
     if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
@@ -186,14 +184,13 @@ LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
     const int64_t packed_bytes = p->b.packed && p->batches > 1 ? bytes_of_packed(*p, unit) : 0;
     Work w;
     describe(w, *p, *c), orient(w, p->b.packed);
-    if (p->batches == 1) return place(w, *p, *c, 0, 1, 0), one(*p, w, unit);
+    if (p->batches == 1) return place(w, *p, *c, 0, 0), one(*p, w, unit);
     const bool shared = p->m * p->n * p->k >= SHARED_PRODUCT || p->batches < c->threads;
-    const bool alone = shared || p->batches * p->m * p->n * p->k < 1 << 19;
-    const int threads = alone ? 1 : c->threads;
+    const int threads = shared || p->batches * p->m * p->n * p->k < 1 << 19 ? 1 : c->threads;
     std::atomic<int> status{LP_OK};
     w.threads = shared ? c->threads : 1;
     auto multiply = [&, w](int64_t i) mutable {
-        place(w, *p, *c, i, threads, packed_bytes);
+        place(w, *p, *c, i, packed_bytes);
         if (const int32_t found = one(*p, w, unit)) status = found;
     };
     lp::share(p->batches, threads, multiply);
@@ -209,7 +206,7 @@ LP_API int64_t lp_pack(const lp_product* p, const void* b, const void* b_scales,
         lp_call call = {};
         call.b = b, call.b_scales = b_scales, call.threads = threads;
         Work w;
-        describe(w, *p, call), place(w, *p, call, i, 1, 0);
+        describe(w, *p, call), place(w, *p, call, i, 0);
         unit.pack(w, (char*)to + i * each);
     }
     return each < 0 ? -1 : each * count;

@@ -60,19 +60,20 @@ private:
 // able to complete the work. Other threads run in the default floating-point mode, as the caller does (Arithmetic).
 void run(void (*work)(void*, int), void* argument, int threads);
 
-// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which claim one i after the other and have a copy of
-// `each` each.
+// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which have a copy of `each` each and claim some i at
+// a time: an atomic operation for each i would wait for all stores before it.
 template <class Each> void share(int64_t count, int threads, const Each& each) {
     struct Shared {
         const Each& each;
-        int64_t count;
+        int64_t count, some;
         std::atomic<int64_t> next;
         static void work(void* at, int) {
             Shared& s = *(Shared*)at;
             Each each = s.each;
-            for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) each(i);
+            for (int64_t first; (first = s.next.fetch_add(s.some)) < s.count;)
+                for (int64_t i = first; i < s.count && i < first + s.some; i++) each(i);
         }
-    } shared{each, count, {0}};
+    } shared{each, count, 1 + count / (threads * 16), {0}};
     run(Shared::work, &shared, threads);
 }
 

@@ -49,10 +49,7 @@ static void read_row(const lp::Target& x, int64_t row, int64_t col, int count, f
         return load(one)[0];
     };
     int j = 0;
-    if (floats_each == 1 && (x.col == 1 || x.col == 0) && count >= W) {
-        const f32v same = all_floats(x.col ? 0 : number(0));
-        for (; j + W <= count; j += W) put(to + j, x.col ? load(at + j * size) : same);
-    }
+    for (; floats_each == 1 && x.col == 1 && j + W <= count; j += W) put(to + j, load(at + j * size));
     for (; j < count; j++) {
         to[j * floats_each] = number(j);
         if (floats_each == 2) to[2 * j + 1] = 0;

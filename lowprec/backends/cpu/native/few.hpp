@@ -1,6 +1,6 @@
 // Products of few rows of a: b is read where it is, rounded and paired in registers, if its lanes are
 // contiguous, else packed into the cache, a block of k at a time. The sums are those of the packed kernels: sequential
-// over each chunk of k, then chunk by chunk. A unit U adds FEW, the rows that are multiplied at once; 0 for none.
+// over each part of k, then part by part. A unit U adds FEW, the rows that are multiplied at once; 0 for none.
 //
 // Numbers that are rounded to float16 where they are need no scaling if their lane is WITHIN; else the columns are computed
 // again with scales. The bits are the same: a number within 28 binades of the largest is a normal float16.
@@ -15,9 +15,10 @@ struct Extrema {
         largest = (u32v)larger((i32v)largest, (i32v)magnitude), least = least < less ? least : less;
         return (x + 0xfffu + (x >> 13 & 1)) & ~0x1fffu;
     }
+    // Whether these numbers, and their products with others within, need no scaling.
     bool within() const {
         const u32v binades = (largest >> 23) - ((least + 1) >> 23);
-        return !any((u32v)(largest > (198u << 23)) | (u32v)(least < (12u << 23)) | (u32v)((i32v)binades > 28));
+        return !any((u32v)(largest >= (187u << 23)) | (u32v)(least < (68u << 23)) | (u32v)((i32v)binades > 28));
     }
 };
 
@@ -74,35 +75,36 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
     constexpr int FITTING = (W == 8 ? 14 : 30) / (ROWS + 1 + 2 * FINDS), V = FITTING >= 8 ? 8 : FITTING >= 4 ? 4
                                                                                                              : FITTING;
     int64_t at = 0;
-    for (; at + V * W <= lanes; at += V * W) columns(at, std::integral_constant<int, V>());
-    for (; V > 4 && at + 4 * W <= lanes; at += 4 * W) columns(at, std::integral_constant<int, 4>());
-    for (; at < lanes; at += W) columns(at, std::integral_constant<int, 1>());
+    for (; at + V * W <= lanes; at += V * W) columns(at, Int<V>());
+    for (; V > 4 && at + 4 * W <= lanes; at += 4 * W) columns(at, Int<4>());
+    for (; at < lanes; at += W) columns(at, Int<1>());
 }
 
 // The same for lanes that are contiguous along k, `ldb` bytes apart, and whole blocks: squares are transposed in registers.
-template <int ELEMENT, int TYPE> constexpr int PER_DWORD = per_dword(ELEMENT) == 4 ? 1 : 32 / bits_of(TYPE);  // numbers of a run
 template <class U, int ROWS, int TYPE, int FORMAT>
 static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema* extrema) {
     typedef typename U::Acc Acc;
-    constexpr int P = per_dword(U::ELEMENT), PER = PER_DWORD<U::ELEMENT, TYPE>, RUNS = P == 4 ? 1 : P, RUN = W * 4 / PER, GROUPS = RUN / 16;
+    constexpr int P = per_dword(U::ELEMENT), PER = 32 / bits_of(TYPE), RUN = W * 4 / PER, GROUPS = RUN / 16, AHEAD = 512;
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
+    const int64_t end = (int64_t)dwords * P * 4 / PER;
     for (int64_t at = 0; at < lanes; at += W, b += W * ldb) {
         Acc acc[ROWS];
         Extrema found = FINDS ? extrema[at / W] : Extrema{u32v{}, u32v{}};
         UNROLLED(i, ROWS) acc[i] = adds ? get<Acc>(y + i * ldy + at) : Acc{};
         for (int d = 0; d < dwords; d += W) {
-            const char* from = b + d * RUNS * 4 / PER;
+            const int64_t first = (int64_t)d * P * 4 / PER, ahead = first + AHEAD;
+            const char *from = b + first, *next = b + (ahead < end ? ahead : ahead - end + W * ldb);  // at the end, of the next lanes
             u32v rows[W];
             UNROLLED(i, W)
-                UNROLLED_BY(line, RUNS * RUN, 64) __builtin_prefetch(from + line + i * ldb + 512, 0, 2);
+                UNROLLED_BY(line, P * RUN, 64) __builtin_prefetch(next + line + i * ldb, 0, 2);
             UNROLLED(i, RUN / 4) {  // rows of memory one after the other: those far apart share few places of a cache
-                u32v raw[RUNS];
-                UNROLLED(p, RUNS) raw[p] = blocks_at<u32v>(from + p * RUN + i % GROUPS * 16 + i / GROUPS * ldb, 4 * ldb);
+                u32v raw[P];
+                UNROLLED(p, P) raw[p] = blocks_at<u32v>(from + p * RUN + i % GROUPS * 16 + i / GROUPS * ldb, 4 * ldb);
                 UNROLLED(half, PER) {
                     u32v& row = rows[(i % GROUPS * PER + half) * 4 + i / GROUPS];
-                    f32v x[RUNS];
-                    UNROLLED(p, RUNS) x[p] = number<TYPE>(raw[p], half);
-                    if constexpr (P == 4 || FINDS) row = raw[0];
+                    f32v x[P];
+                    UNROLLED(p, P) x[p] = number<TYPE>(raw[p], half);
+                    if (FINDS) row = raw[0];
                     else emit_parts<FORMAT, U::ELEMENT, false>(x, s, &row);
                 }
             }
@@ -110,16 +112,49 @@ static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, co
             UNROLLED(j, W) {
                 u32v row = rows[j / (4 * PER) * 4 * PER + j % PER * 4 + j / PER % 4];
                 if (FINDS) row = found.rounded(row);
-                if (U::ELEMENT == E_U8) row ^= 0x80808080u;
-                UNROLLED(i, ROWS) {
-                    const u32v dword = all(a[i * lda + d + j]);
-                    acc[i] = U::ELEMENT == E_U8 ? U::dot(acc[i], row, dword) : U::dot(acc[i], dword, row);
-                }
+                UNROLLED(i, ROWS) acc[i] = U::dot(acc[i], all(a[i * lda + d + j]), row);
             }
         }
         UNROLLED(i, ROWS) put(y + i * ldy + at, acc[i]);
         if (FINDS) extrema[at / W] = found;
     }
+}
+
+// The same for int8, whose sums are exact in any order: each number of a vector of sums has a part of k.
+template <class U, int ROWS>
+static void int8_rows_along_k(const Source&, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema*) {
+    typedef typename U::Acc Acc;
+    constexpr int SOME = ROWS <= 2 ? 4 : 2;  // lanes at once
+    for (int64_t at = 0; at < lanes; at += SOME, b += SOME * ldb) {
+        Acc acc[ROWS][SOME] = {};
+        for (int d = 0; d < dwords; d += W) {
+            const char* next = b + (d + 512 < dwords ? 4 * d + 2048 : 4 * (d - dwords) + 2048 + SOME * ldb);
+            UNROLLED(q, SOME) {
+                __builtin_prefetch(next + q * ldb);
+                const u32v x = get<u32v>(b + q * ldb + 4 * d);
+                UNROLLED(i, ROWS) {
+                    const u32v of_a = get<u32v>(a + i * lda + d);
+                    acc[i][q] = U::ELEMENT == E_U8 ? U::dot(acc[i][q], x ^ 0x80808080u, of_a) : U::dot(acc[i][q], of_a, x);
+                }
+            }
+        }
+        UNROLLED(i, ROWS)
+            UNROLLED(q, SOME) {
+                uint32_t* to = y + i * ldy + at + q;
+                *to = (adds ? *to : 0) + over_lanes(acc[i][q], [](Acc v, Acc w) { return plus(v, w); }, std::make_integer_sequence<int, W>())[0];
+            }
+    }
+}
+
+// Calls f with the type and format of b as constants, if they are among those that fill most of a model's memory.
+template <int ELEMENT, class F> INLINE void with_type(const Source& b, F f) {
+    auto check = [&](auto type, auto format) {
+        if constexpr (can_pack(ELEMENT, type, format))
+            if (b.type == type && b.format == format) f(type, format);
+    };
+    Int<LP_EXACT> exact;
+    check(Int<LP_F32>(), exact), check(Int<LP_F32>(), Int<LP_TO_TF32>()), check(Int<LP_F32>(), Int<LP_TO_BF16>()), check(Int<LP_F32>(), Int<LP_TO_F16>());
+    check(Int<LP_F16>(), exact), check(Int<LP_BF16>(), exact), check(Int<LP_E4M3>(), exact), check(Int<LP_E5M2>(), exact), check(Int<LP_I8>(), exact);
 }
 
 template <class U> struct Few {
@@ -129,16 +164,10 @@ template <class U> struct Few {
     static constexpr int M = U::FEW ? U::FEW : 1, P = G::P, N = G::N;
     static constexpr int64_t SPAN_LANES = 64, SPAN = 8;  // lanes of b and blocks of k that are transposed at a time
 
-    struct Job {
-        lp::Work& p;
-        Pack *pack_a, *pack_b;
-        bool in_place, along_k, direct, plain_a;  // of b, twice; of the result; of a
-        int64_t blocks, chunk, columns, span, tasks, memory_each, a_dwords, lda, ldy, size;  // span: packed blocks
-        uint32_t* memory;
-        int32_t *exponents_a, *exponents_b;
-        alignas(64) std::atomic<int64_t> next_task;
-        std::atomic<int> not_finite;
-        explicit Job(lp::Work& work) : p(work) {}
+    struct Job : G::Common {
+        bool in_place, along_k;  // of b
+        int64_t columns, span, lda, ldy, size;  // span: packed blocks
+        explicit Job(lp::Work& work) : G::Common(work) {}
     };
     struct Thread {
         uint32_t *a, *sums, *part, *panel;
@@ -153,73 +182,65 @@ template <class U> struct Few {
     }
 
     // Adds the products of all rows and the columns [first, first + lanes).
-    static void add(Job& j, Thread& t, int64_t first, int64_t lanes, bool in_place, uint32_t* sums, int64_t lds) {
+    static void add(Job& j, Thread& t, int64_t first, int64_t lanes, bool in_place) {
         const lp::Work& p = j.p;
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = p.m;
         Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m, false);
         const int group = j.along_k || p.scales_b || (P < 4 && m * lanes > 4096) ? (int)j.span * W : 4 / P;
-        const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at : t.a;
         for (int64_t block = 0, end; block < j.blocks; block = end) {
-            const int64_t left = j.chunk - block % j.chunk, rest = p.k - block * W * P;
+            const int64_t left = j.sum - block % j.sum, rest = p.k - block * W * P;
             end = G::least(block + G::least(left, j.span), j.along_k && rest >= W * P ? p.k / (W * P) : j.blocks);
-            uint32_t* y = block < j.chunk ? sums : t.part;
-            const int64_t ldy = block < j.chunk ? lds : j.ldy;
-            const bool adds = left < j.chunk;
+            uint32_t* y = block < j.sum ? t.sums : t.part;
+            const bool adds = left < j.sum;
             const int dwords = (int)((end - block - 1) * W + G::least(rest - (end - block - 1) * W * P, W));
             const int64_t whole = rest >= W * P || (P == 1 && !j.along_k) ? in_lanes : 0;
             for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
                 const char* at = p.b.at + (first * p.b.lane + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
-                whole_rows(p.b, a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
+                whole_rows(p.b, t.a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, j.ldy, whole, adds || d, t.extrema);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
                 j.pack_b(p.b, Layout{false, width, width, width * W, 0}, strip, strip + 1, block, end, t.panel, 0);
-                rows(p.b, a + block * W, j.lda, (const char*)t.panel, 4 * width, dwords, y + whole, ldy, padded - whole, adds, nullptr);
+                rows(p.b, t.a + block * W, j.lda, (const char*)t.panel, 4 * width, dwords, y + whole, j.ldy, padded - whole, adds, nullptr);
             }
-            if (y == t.part && (end % j.chunk == 0 || end == j.blocks))
-                for (int i = 0; i < m; i++)
-                    for (int64_t q = 0; q < lanes; q += W) put(sums + i * lds + q, plus(get<Acc>(sums + i * lds + q), get<Acc>(t.part + i * j.ldy + q)));
+            for (int i = 0; y == t.part && (end % j.sum == 0 || end == j.blocks) && i < m; i++)
+                for (int64_t q = i * j.ldy; q < i * j.ldy + lanes; q += W) put(t.sums + q, plus(get<Acc>(t.sums + q), get<Acc>(t.part + q)));
         }
     }
 
     // The columns [first, first + lanes) of the result; `first` is a multiple of j.columns, panels of which are packed.
     static void task(Job& j, Thread& t, int64_t first, int64_t lanes) {
         const lp::Work& p = j.p;
-        uint32_t* sums = j.direct ? (uint32_t*)p.out.at + p.out.offset(0, first) : t.sums;
-        const int64_t lds = j.direct ? p.out.row : j.ldy;
         bool scales = p.scales_b;
         if (scales && j.in_place && lanes % W == 0) {
             for (int64_t q = 0; q < lanes / W; q++) t.extrema[q] = Extrema{u32v{}, ~u32v{}};
-            add(j, t, first, lanes, true, sums, lds);
+            add(j, t, first, lanes, true);
             scales = false;
             for (int64_t q = 0; q < lanes / W; q++) scales |= !t.extrema[q].within();
         }
         if constexpr (G::SCALES)
             for (int64_t at = first; scales && at < first + lanes; at += MOST_LANES) find_exponents(p.b, at, G::least(at + MOST_LANES, first + lanes), j.exponents_b);
-        if (scales || !p.scales_b) add(j, t, first, lanes, j.in_place && !scales, sums, lds);
+        if (scales || !p.scales_b) add(j, t, first, lanes, j.in_place && !scales);
         const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = scales ? j.exponents_b : nullptr;
-        for (int i = 0; !j.direct && i < p.m; i++)
-            for (int64_t q = 0; q < lanes; q += N) G::finish(p, sums + i * lds + q, i, first + q, (int)G::least(lanes - q, N), e, f, t.offsets[i], j.not_finite);
+        for (int64_t q = 0; q < lanes; q += N) G::finish(p, t.sums + q, j.ldy, 0, (int)p.m, first + q, (int)G::least(lanes - q, N), e, f, t.offsets, j.not_finite);
     }
 
     static void work(void* at, int thread) {
         Job& j = *(Job*)at;
         const lp::Work& p = j.p;
         Thread t{};
-        t.a = j.memory + thread * j.memory_each, t.sums = t.a + j.a_dwords, t.part = t.sums + M * j.ldy;
+        t.a = j.memory + thread * j.memory_each, t.sums = t.a + M * j.lda, t.part = t.sums + M * j.ldy;
         t.panel = t.part + M * j.ldy, t.extrema = (Extrema*)(t.panel + j.columns * j.span * W);
-        if (!j.plain_a) j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, 1, 0, j.blocks, t.a, 0);
+        j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, 1, 0, j.blocks, t.a, 0);
         for (int row = 0; U::ELEMENT == E_U8 && row < p.m; row++)
             for (int64_t q = 0; q < 4 * j.lda; q++) t.offsets[row] += 128 * ((const int8_t*)(t.a + row * j.lda))[q];
-        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
-            const int64_t first = i * j.columns;
-            task(j, t, first, G::least(p.n - first, j.columns));
-        }
+        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) task(j, t, i * j.columns, G::least(p.n - i * j.columns, j.columns));
     }
 
     template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(bool k) {
         if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
-        if constexpr (TYPE != PANEL && (bits_of(TYPE) > 8 || P == 4) && W >= 4 * PER_DWORD<U::ELEMENT, TYPE>) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
+        if constexpr (P == 4 && TYPE != PANEL) return int8_rows_along_k<U, ROWS>;
+        else if constexpr (TYPE != PANEL && bits_of(TYPE) > 8 && W * bits_of(TYPE) >= 128) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
         return nullptr;
     }
     template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m, bool along_k) {
@@ -227,48 +248,29 @@ template <class U> struct Few {
         return m <= 4 ? rows_along<4, TYPE, FORMAT>(along_k) : rows_along<M, TYPE, FORMAT>(along_k);
     }
 
-    template <int TYPE, int FORMAT> static void find(const lp::Work& p, int64_t m, Rows*& rows) {
-        if constexpr (can_pack(U::ELEMENT, TYPE, FORMAT))
-            if (p.b.type == TYPE && p.b.format == FORMAT) rows = rows_for<TYPE, FORMAT>(m, !along_lanes(p));
-    }
-    // Of the types that fill most of a model's memory.
     static Rows* in_place_for(const lp::Work& p, int64_t m) {
         const bool along_k = !along_lanes(p);
-        if (p.b.k_offsets || p.b.lane_offsets || (along_k && p.scales_b && p.k % W)) return nullptr;
-        Rows* rows = nullptr;
-        find<LP_F32, LP_EXACT>(p, m, rows), find<LP_F32, LP_TO_TF32>(p, m, rows), find<LP_F32, LP_TO_BF16>(p, m, rows);
-        find<LP_F32, LP_TO_F16>(p, m, rows), find<LP_F16, LP_EXACT>(p, m, rows), find<LP_BF16, LP_EXACT>(p, m, rows);
-        find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
-        if (m <= 2 || along_k) find<LP_I8, LP_EXACT>(p, m, rows);  // more rows need the registers in which int8 is interleaved
+        Rows* rows = nullptr;  // more than two rows need the registers in which int8 is interleaved
+        if (p.b.k_offsets || p.b.lane_offsets || (along_k ? p.scales_b && p.k % W : p.b.type == LP_I8 && m > 2)) return rows;
+        with_type<U::ELEMENT>(p.b, [&](auto type, auto format) { rows = rows_for<type, format>(m, along_k); });
         return rows;
     }
 
     static int32_t gemm(lp::Work& p) {
         Job j(p);
-        j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
-        const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m == M;  // no more rows are computed
         j.in_place = in_place_for(p, p.m), j.along_k = j.in_place && !along_lanes(p), j.size = bits_of(p.b.type) / 8;
-        j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
-        j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
-        j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(sum_length(p.k, G::LONGEST), P * W);
-        j.lda = j.plain_a ? p.a.lane : j.blocks * W;
-        int64_t most = along_lanes(p) ? 1024 : p.b.k == 1 && !p.b.k_offsets ? SPAN_LANES
-                                                                            : 256;
-        j.span = most == SPAN_LANES ? SPAN : 1;
-        if (j.along_k) j.span = j.chunk;
+        int64_t most = along_lanes(p) ? 1024 : SPAN_LANES;
+        j.span = along_lanes(p) ? 1 : SPAN;
+        if (j.along_k) j.span = j.sum;
         else if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
-        j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.lda * M, 64) * 64;
-        j.memory_each = G::ceil(j.a_dwords + 2 * M * j.ldy + j.columns * (j.span * W + 2), 1024) * 1024;
+        j.lda = j.blocks * W, j.ldy = j.columns + N;
+        j.memory_each = G::ceil(M * (j.lda + 2 * j.ldy) + j.columns * (j.span * W + 2), 1024) * 1024;
         threads = G::least(threads, j.tasks);
-        j.memory = (uint32_t*)p.memory.of(4 * (threads * j.memory_each + G::exponents_dwords(p)));
-        if (!j.memory) return LP_NO_MEMORY;
-        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? G::exponents_dwords(p.m) : 0);
-        G::scale(p, true, j.exponents_a, true), G::scale(p, false, j.exponents_b, false);
-        j.next_task = 0, j.not_finite = 0;
+        if (!j.begin(0, (int)threads, false)) return LP_NO_MEMORY;
         lp::run(work, &j, (int)threads);
         return j.not_finite ? lp::NOT_FINITE : LP_OK;
     }

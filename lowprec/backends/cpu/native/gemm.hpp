@@ -64,24 +64,41 @@ template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
     static constexpr bool SCALES = U::ELEMENT == E_F32 || U::ELEMENT == E_PAIR;
-    static constexpr int64_t LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
+    static constexpr int64_t BLOCK = P * W, LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
 
-    struct Job {
+    // A product of packed operands, or of few rows. Blocks are of k.
+    struct Common {
         lp::Work& p;
-        Pack *pack_a, *pack_b;
-        int slots_a, slots_b;
-        int64_t strips_m, strips_n, blocks, sum, chunk;  // blocks of k: in all, of a sum, of a chunk
-        int64_t task_m, task_n, grid_n, tasks;       // strips per task
-        int64_t strip_a, strip_b;                    // dwords of a strip of a chunk of a, of a strip of all of b
-        bool own_b, direct, plain, streams;          // tasks pack their strips of b; sums are kept in the result, and final
-        uint32_t *packed_b, *memory;
-        int64_t memory_each, b_at, acc_at, tile;     // dwords
-        int64_t pack_tasks, pack_strips;
+        Pack *pack_a = find_pack<U::ELEMENT>(p.a), *pack_b = find_pack<U::ELEMENT>(p.b);
+        int64_t blocks = ceil(p.k, BLOCK), sum = ceil(sum_length(p.k, LONGEST), BLOCK);  // in all, of a sum
+        int64_t tasks, memory_each;  // dwords of a thread
+        uint32_t* memory;
         int32_t *exponents_a, *exponents_b;
-        alignas(64) std::atomic<int64_t> next_pack, done_pack;
-        alignas(64) std::atomic<int64_t> next_task;
-        std::atomic<int> not_finite;
-        explicit Job(lp::Work& work) : p(work) {}
+        alignas(64) std::atomic<int64_t> next_task{0};
+        std::atomic<int> not_finite{0};
+        explicit Common(lp::Work& work) : p(work) {}
+
+        // Gets memory, after `before` dwords for other uses, and finds exponents of a, and of b if `finds_b`.
+        bool begin(int64_t before, int threads, bool finds_b) {
+            memory = (uint32_t*)p.memory.of(4 * (before + threads * memory_each + exponents_dwords(p)));
+            if (!memory) return false;
+            memory += before;
+            exponents_a = (int32_t*)(memory + threads * memory_each), exponents_b = exponents_a + (p.scales_a ? exponents_dwords(p.m) : 0);
+            scale(p, true, exponents_a, true), scale(p, false, exponents_b, finds_b);
+            return true;
+        }
+    };
+    struct Job : Common {
+        int slots_a = slots_of<U::ELEMENT>(Common::p.a), slots_b = slots_of<U::ELEMENT>(Common::p.b);
+        int64_t strips_m = ceil(Common::p.m, M), strips_n = ceil(Common::p.n, N), chunk = 2 * Common::sum;
+        int64_t task_m, task_n, grid_n;  // strips per task
+        int64_t strip_a, strip_b = strip_dwords(Common::blocks, slots_b);  // dwords of a strip of a chunk of a, of a strip of all of b
+        bool own_b, direct, plain, streams;  // tasks pack their strips of b; sums are kept in the result, and final
+        uint32_t* packed_b;
+        int64_t b_at, acc_at, tile;  // dwords
+        int64_t pack_tasks, pack_strips;
+        alignas(64) std::atomic<int64_t> next_pack{0}, done_pack{0};
+        explicit Job(lp::Work& work) : Common(work) {}
     };
 
     static constexpr Layout LAYOUT_A{true, M, W, M * W, OFFSET ? 0x80808080u : 0u}, LAYOUT_B{false, N, N, N * W, 0};
@@ -152,11 +169,10 @@ template <class U> struct Gemm {
                 if (direct) c = (float*)p.out.at + m * M * p.out.row + n * N, ldc = p.out.row;
                 const uint32_t* a = packed_a + (m - m0) * j.strip_a;
                 for (int64_t k = k0; k < k1; k += j.sum) {
-                    const int64_t end = least(k + j.sum, k1), rest = p.k - (end - 1) * P * W;
+                    const int64_t end = least(k + j.sum, k1), rest = p.k - (end - 1) * BLOCK;
                     for (int i = 0; i < p.term_count; i++) {
                         const lp::Term& term = p.terms[i];
-                        const int write = k > 0 || term.adds ? ADDS : direct && j.streams ? STREAMS
-                                                                                          : SETS;
+                        const int write = k > 0 || term.adds ? ADDS : (direct && j.streams ? STREAMS : SETS);
                         (is_last ? last : whole)(a + ((k - k0) * j.slots_a + term.a) * M * W, j.slots_a * M * W,
                                                  b + ((k - k0) * j.slots_b + term.b) * N * W, j.slots_b * N * W,
                                                  (end - k - 1) * W + least(rest, W), c + term.plane * M * N, ldc, term.factor,
@@ -165,34 +181,21 @@ template <class U> struct Gemm {
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
                 if (k1 < j.blocks || (direct && j.plain)) continue;
-                const bool finished = columns == N && finish_tile(p, c, ldc, m * M, rows, n * N, e, f, j.not_finite);
-                for (int i = 0; i < rows && !finished; i++) finish(p, c + i * ldc, m * M + i, n * N, columns, e, f, 0, j.not_finite);
+                finish(p, c, ldc, m * M, rows, n * N, columns, e, f, nullptr, j.not_finite);
             }
         }
     }
 
-    // Writes a row of a tile's results. e, f: exponents of rows and columns; offset: what int8 sums have too much.
-    static void finish(const lp::Work& p, const void* sums, int64_t row, int64_t col, int columns, const int32_t* e, const int32_t* f, int32_t offset, std::atomic<int>& not_finite) {
-        if constexpr (FLOATS) {
-            if (finish_row<N>(p, (const float*)sums, M * N, row, col, columns, e, f)) not_finite.store(1, std::memory_order_relaxed);
-        } else {
-            finish_integers<N>(p, (const int32_t*)sums, offset, row, col, columns);
+    // Writes the rows of a tile. e, f: exponents of rows and columns; offsets: what int8 sums of the rows have too much.
+    static __attribute__((noinline)) void finish(const lp::Work& p, const void* sums, int64_t lds, int64_t row, int rows, int64_t col, int columns, const int32_t* e, const int32_t* f, const int32_t* offsets, std::atomic<int>& not_finite) {
+        const bool whole = FLOATS && columns == N && adds_nothing(p) && p.planes == 1 && p.out.col == 1;  // only scaled
+        auto finish_some = p.out.type == LP_BF16 ? finish_whole<N, LP_BF16> : (p.out.type == LP_F16 ? finish_whole<N, LP_F16> : finish_whole<N, LP_F32>);
+        bool special = whole && finish_some(p, (const float*)sums, lds, row, rows, col, e, f) && p.checks;
+        for (int i = 0; !whole && i < rows; i++) {
+            if constexpr (FLOATS) special |= finish_row<N>(p, (const float*)sums + i * lds, M * N, row + i, col, columns, e, f);
+            else finish_integers<N>(p, (const int32_t*)sums + i * lds, offsets ? offsets[i] : 0, row + i, col, columns);
         }
-    }
-
-    // Writes whole rows of a tile; returns false if there is more to compute than a scaling.
-    static bool finish_tile(const lp::Work& p, const float* sums, int64_t lds, int64_t row, int rows, int64_t col, const int32_t* e, const int32_t* f, std::atomic<int>& not_finite) {
-        if (!FLOATS || !adds_nothing(p) || p.planes > 1 || p.out.col != 1) return false;
-        auto finish = p.out.type == LP_BF16 ? finish_whole<N, LP_BF16> : p.out.type == LP_F16 ? finish_whole<N, LP_F16>
-                                                                                              : finish_whole<N, LP_F32>;
-        if (finish(p, sums, lds, row, rows, col, e, f) && p.checks) not_finite.store(1, std::memory_order_relaxed);
-        return true;
-    }
-
-    static void task(Job& j, int64_t index, uint32_t* memory) {
-        int64_t m0 = index / j.grid_n * j.task_m, n0 = index % j.grid_n * j.task_n;
-        int64_t m1 = least(m0 + j.task_m, j.strips_m), n1 = least(n0 + j.task_n, j.strips_n);
-        for (int64_t k0 = 0; k0 < j.blocks; k0 += j.chunk) chunk_of_task(j, m0, m1, n0, n1, k0, least(k0 + j.chunk, j.blocks), memory);
+        if (special) not_finite.store(1, std::memory_order_relaxed);
     }
 
     static void work(void* at, int thread) {
@@ -205,20 +208,12 @@ template <class U> struct Gemm {
         if (j.pack_tasks) lp::wait_for(j.done_pack, j.pack_tasks);
         U::begin();
         if (j.own_b) j.pack_a(j.p.a, LAYOUT_A, 0, j.strips_m, 0, j.blocks, memory, j.strip_a);
-        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) task(j, i, memory);
+        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
+            const int64_t m = i / j.grid_n * j.task_m, n = i % j.grid_n * j.task_n;
+            for (int64_t k = 0; k < j.blocks; k += j.chunk)
+                chunk_of_task(j, m, least(m + j.task_m, j.strips_m), n, least(n + j.task_n, j.strips_n), k, least(k + j.chunk, j.blocks), memory);
+        }
         U::end();
-    }
-
-    static bool setup(Job& j) {
-        lp::Work& p = j.p;
-        j.pack_a = find_pack<U::ELEMENT>(p.a);
-        j.pack_b = find_pack<U::ELEMENT>(p.b);
-        if (!j.pack_a || !j.pack_b) return false;
-        j.slots_a = slots_of<U::ELEMENT>(p.a), j.slots_b = slots_of<U::ELEMENT>(p.b);
-        j.blocks = ceil(p.k, P * W), j.sum = ceil(sum_length(p.k, LONGEST), P * W), j.chunk = 2 * j.sum;
-        j.strips_m = ceil(p.m, M), j.strips_n = ceil(p.n, N);
-        j.strip_b = strip_dwords(j.blocks, j.slots_b);
-        return true;
     }
 
     // How the result is divided into tasks, and b packed: by each task for a short a, else before all tasks.
@@ -272,46 +267,34 @@ template <class U> struct Gemm {
     }
     static bool is_plain(const lp::Work& p) { return adds_nothing(p) && !p.scales_a && !p.scales_b && !p.checks; }
 
-    // Whether sums may be kept in the result: with several chunks, or if they are final.
-    static bool is_direct(const Job& j) {
-        const lp::Work& p = j.p;
-        bool fits = p.planes == 1 && p.out.col == 1 && !p.out.row_offsets && bits_of(p.out.type) == 32 && p.c.at != p.out.at;
-        return fits && (j.chunk < j.blocks || (j.plain && p.term_count == 1));
-    }
-
     static int32_t gemm(lp::Work& p) {
         if constexpr (U::FEW > 0) {
             if (auto multiply = Small<U>::find(p); multiply && multiply(p)) return LP_OK;
             if (Few<U>::serves(p)) return Few<U>::gemm(p);
         }
         Job j(p);
-        if (!setup(j)) return LP_UNSUPPORTED;
+        if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
         divide(j, threads);
-        j.plain = is_plain(p) && (FLOATS || p.out.type == LP_I32), j.direct = is_direct(j);
+        j.plain = is_plain(p) && (FLOATS || p.out.type == LP_I32);
+        // Sums may be kept in the result with several chunks, or if they are final.
+        j.direct = p.planes == 1 && p.out.col == 1 && !p.out.row_offsets && bits_of(p.out.type) == 32 && p.c.at != p.out.at && (j.chunk < j.blocks || (j.plain && p.term_count == 1));
         j.streams = p.streams && j.sum >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
-        uint32_t* memory = (uint32_t*)p.memory.of(4 * (b_dwords + threads * j.memory_each + exponents_dwords(p)));
-        if (!memory) return LP_NO_MEMORY;
-        j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : memory, j.memory = memory + b_dwords;
-        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? exponents_dwords(p.m) : 0);
-        scale(p, true, j.exponents_a, true);
-        if (p.scales_b && p.packed_b) j.exponents_b = (int32_t*)(p.packed_b + j.strips_n * j.strip_b);
-        else scale(p, false, j.exponents_b, true);
-        j.next_pack = j.done_pack = j.next_task = 0, j.not_finite = 0;
+        if (!j.begin(b_dwords, threads, !p.packed_b)) return LP_NO_MEMORY;
+        j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : j.memory - b_dwords;
+        if (p.packed_b) j.exponents_b = (int32_t*)(p.packed_b + j.strips_n * j.strip_b);
         lp::run(work, &j, threads);
         return j.not_finite ? lp::NOT_FINITE : LP_OK;
     }
 
     static int64_t prepare(lp::Work& p, void* target) {
         Job j(p);
-        if (!setup(j)) return -1;
-        j.packed_b = (uint32_t*)target;
-        if (target) scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b), true);
+        if (!j.pack_a || !j.pack_b) return -1;
         if (target) {
+            j.packed_b = (uint32_t*)target, scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b), true);
             j.pack_strips = 1, j.pack_tasks = j.strips_n, j.tasks = 0, j.own_b = false, j.memory = nullptr, j.memory_each = 0;
-            j.next_pack = j.done_pack = j.next_task = 0;
             lp::run(work, &j, p.n * p.k >= 1 << 18 ? p.threads : 1);
         }
         return ceil(4 * (j.strips_n * j.strip_b + (p.scales_b ? exponents_dwords(p.n) : 0)), 4096) * 4096;

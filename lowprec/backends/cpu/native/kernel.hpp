@@ -16,6 +16,7 @@ struct Source {
     int32_t type, format, parts, part_exponent, sums_parts;
     int64_t next;                             // bytes to the operand of the product after this, which is prefetched; 0: none
 
+    int all_parts() const { return parts > 1 ? parts + sums_parts : 1; }
     int64_t lane_offset(int64_t i) const { return lane_offsets ? lane_offsets[i] : i * lane; }
     int64_t k_offset(int64_t i) const { return k_offsets ? k_offsets[i] : i * k; }
 };

@@ -17,7 +17,7 @@ using lp::Source;
 constexpr int whole_slots(int type, int element) { return (type == LP_C64 ? 2 : 1) * (element == E_PAIR ? 2 : 1); }
 constexpr int most_slots(int type, int element, bool splits) { return whole_slots(type, element) * (splits ? 3 : 1); }
 template <int ELEMENT> static int slots_of(const Source& s) {
-    return whole_slots(s.type, ELEMENT) * (s.parts > 1 ? s.parts + s.sums_parts : 1);
+    return whole_slots(s.type, ELEMENT) * s.all_parts();
 }
 
 constexpr bool can_pack(int element, int type, int format) {

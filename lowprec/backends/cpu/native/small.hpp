@@ -11,12 +11,11 @@ template <class U> struct Small {
     typedef bool Multiply(const lp::Work&);
     static constexpr int P = G::P, MOST_ROWS = 64, MOST_VECTORS = 4, MOST_DWORDS = 64;  // of a; of columns; of k
 
-    // Whether numbers and their products need no scaling.
-    static bool within(const Extrema& x) {
-        uint32_t largest = 0, least = ~0u;
-        for (int i = 0; i < W; i++) largest = x.largest[i] > largest ? x.largest[i] : largest, least = x.least[i] < least ? x.least[i] : least;
-        const uint32_t high = largest >> 23, low = (least + 1) >> 23;
-        return !largest || (high < 127 + 60 && low > 127 - 60 && high - low <= 28);
+    // Whether all numbers are within the same limits.
+    INLINE bool within(const Extrema& x) {
+        std::make_integer_sequence<int, W> lanes;
+        auto larger_of = [](u32v v, u32v w) { return v > w ? v : w; };
+        return Extrema{over_lanes(x.largest, larger_of, lanes), ~over_lanes(~x.least, larger_of, lanes)}.within();
     }
 
     // A run of `whole` bytes, of which `bytes` exist.
@@ -30,8 +29,8 @@ template <class U> struct Small {
     // Returns false, before it writes, if numbers that are rounded to float16 need scaling.
     template <int TYPE, int FORMAT> static bool multiply(const lp::Work& p) {
         constexpr int SIZE = bits_of(TYPE) / 8, RUN = W * SIZE, ALONG_K = RUN * (U::ELEMENT >= E_I16 ? P : 1);
-        constexpr bool FINDS = FORMAT == LP_TO_F16;
-        alignas(64) u32v a[MOST_ROWS * MOST_DWORDS / W], b[MOST_VECTORS * MOST_DWORDS];
+        constexpr bool FINDS = FORMAT == LP_TO_F16, AS_STORED = U::ELEMENT == E_F32 && TYPE == LP_F32 && FORMAT == LP_EXACT;
+        alignas(64) u32v packed_a[MOST_ROWS * MOST_DWORDS / W], packed_b[MOST_VECTORS * MOST_DWORDS];
         alignas(64) char copies[P][4 * W];
         const char* at[P];
         Acc begin[MOST_VECTORS + 1] = {};
@@ -40,86 +39,97 @@ template <class U> struct Small {
             if constexpr (FINDS) *to = extrema[of_a].rounded(get<u32v>(at[0]));
             else pack_row<TYPE, FORMAT, U::ELEMENT, false>(at, of_a, s, nullptr, nullptr, of_a && G::OFFSET ? 0x80808080u : 0, to);
         };
-        const int blocks = (int)G::ceil(p.k, P * W), dwords = (blocks - 1) * W + (int)G::least(p.k - (blocks - 1) * P * W, W);
-        for (int64_t i = 0; i < p.m; i++)
-            for (int64_t block = 0, k = 0; block < blocks; block++, k += P * W) {
-                UNROLLED(q, RUN == ALONG_K ? P : 1)
-                    at[q] = run(p.a.at + (p.a.lane_offset(i) + k + q * W) * SIZE, (p.k - k - q * W) * SIZE, ALONG_K, copies[q]);
-                pack(p.a, true, a + i * blocks + block);
-            }
-        for (int d = 0; d < dwords; d++)
-            for (int64_t v = 0; v * W < p.n; v++) {
-                u32v& to = b[v * dwords + d];
-                UNROLLED(q, P) {
-                    const int64_t k = d / W * P * W + order<U::ELEMENT>(d % W, q);
-                    at[q] = run(p.b.at + (k * p.b.k + v * W) * SIZE, k < p.k ? (p.n - v * W) * SIZE : 0, RUN, copies[q]);
-                    if (P * SIZE > 4) __builtin_prefetch(at[q] + p.b.next, 0, 2);  // pairs of runs far apart
+        const int m = (int)p.m, n = (int)p.n, k = (int)p.k, blocks = (k + P * W - 1) / (P * W);
+        const int dwords = (blocks - 1) * W + (int)G::least(k - (blocks - 1) * P * W, W);
+        // Rows of a and b, and vectors of a row of b, in dwords.
+        const uint32_t *a = (const uint32_t*)p.a.at, *b = (const uint32_t*)p.b.at;
+        int64_t lda = p.a.lane, ldb = p.b.k, vector = W;
+        const bool plain = G::adds_nothing(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32);
+        if (!AS_STORED || p.a.lane_offsets) {
+            a = (const uint32_t*)packed_a, lda = blocks * W;
+            for (int i = 0; i < m; i++) {
+                const char* row = p.a.at + p.a.lane_offset(i) * SIZE;
+                for (int block = 0, from = 0; block < blocks; block++, from += P * W) {
+                    UNROLLED(q, RUN == ALONG_K ? P : 1)
+                        at[q] = run(row + (from + q * W) * SIZE, (k - from - q * W) * SIZE, ALONG_K, copies[q]);
+                    pack(p.a, true, packed_a + i * blocks + block);
                 }
-                pack(p.b, false, &to);
-                if constexpr (G::OFFSET) begin[v] = plus(begin[v], (Acc)(0 - (u32v)U::dot(Acc{}, all(0x80808080u), to)));
             }
+        }
+        if (!AS_STORED || n % W) {
+            b = (const uint32_t*)packed_b, ldb = W, vector = dwords * W;
+            for (int d = 0; d < dwords; d++)
+                for (int v = 0; v * W < n; v++) {
+                    u32v& to = packed_b[v * dwords + d];
+                    UNROLLED(q, P) {
+                        const int row = d / W * P * W + order<U::ELEMENT>(d % W, q);
+                        at[q] = run(p.b.at + (row * p.b.k + v * W) * SIZE, row < k ? (n - v * W) * SIZE : 0, RUN, copies[q]);
+                    }
+                    pack(p.b, false, &to);
+                    if constexpr (G::OFFSET) begin[v] = plus(begin[v], (Acc)(0 - (u32v)U::dot(Acc{}, all(0x80808080u), to)));
+                }
+        }
         if (FINDS && !(within(extrema[0]) && within(extrema[1]))) return false;
-        auto columns = [&](int64_t first, auto rows, auto vectors) __attribute__((always_inline)) {
-            constexpr int ROWS = decltype(rows)::value, V = decltype(vectors)::value;
-            const u32v* from = b + first * dwords;
-            for (int64_t i = 0; i < p.m; i += ROWS) {
+        constexpr int ROWS = W == 8 ? 4 : 8;
+        // The operands of the next product are prefetched by and by: a burst of all would wait for memory.
+        const int lines = (SIZE * k * (m > n ? m : n) / 64) / ((m + ROWS - 1) / ROWS * ((n + 2 * W - 1) / (2 * W))) + 1;
+        const char *next_a = p.a.at + p.a.next, *next_b = p.b.at + p.b.next;
+        auto columns = [&](int first, auto vectors) __attribute__((always_inline)) {
+            constexpr int V = decltype(vectors)::value;
+            for (int i = 0; i < m; i += ROWS) {
                 Acc acc[ROWS][V];
-                const uint32_t* row[ROWS];
+                const uint32_t *row[ROWS], *from = b + first * vector;
                 UNROLLED(r, ROWS) {
-                    row[r] = (const uint32_t*)(a + G::least(i + r, p.m - 1) * blocks);
+                    row[r] = a + (i + r < m ? i + r : m - 1) * lda;
                     UNROLLED(v, V) acc[r][v] = begin[first + v];
                 }
-                for (int d = 0; d < dwords; d++)
+                for (int line = 0; line < lines; line++, next_a += 64, next_b += 64)
+                    __builtin_prefetch(next_a), __builtin_prefetch(next_b);
+                for (int d = 0; d < dwords; d++, from += ldb)
                     UNROLLED(r, ROWS) {
                         const u32v dword = all(row[r][d]);
-                        UNROLLED(v, V) acc[r][v] = U::dot(acc[r][v], dword, from[v * dwords + d]);
+                        UNROLLED(v, V) acc[r][v] = U::dot(acc[r][v], dword, get<u32v>(from + v * vector));
                     }
                 UNROLLED(r, ROWS)
-                    if (i + r < p.m) write<V>(p, acc[r], i + r, first * W);
+                    if (i + r < m) write<V>(p, acc[r], i + r, first * W, plain);
             }
         };
-        for (int64_t v = 0; v * W < p.n; v += 2) {
-            if ((v + 1) * W < p.n) columns(v, std::integral_constant<int, 4>(), std::integral_constant<int, 2>());
-            else columns(v, std::integral_constant<int, W == 16 ? 8 : 4>(), std::integral_constant<int, 1>());
+        for (int v = 0; v * W < n; v += 2) {
+            if ((v + 1) * W < n) columns(v, Int<2>());
+            else columns(v, Int<1>());
         }
         return true;
     }
 
-    // A row of sums of V vectors of columns.
-    template <int V> INLINE void write(const lp::Work& p, const Acc* acc, int64_t row, int64_t first) {
+    // A row of sums of V vectors of columns; `plain` ones are only rounded, to contiguous numbers.
+    template <int V> INLINE void write(const lp::Work& p, const Acc* acc, int64_t row, int first, bool plain) {
         const int count = (int)G::least(p.n - first, V * W), size = bits_of(p.out.type) / 8;
-        if (G::is_plain(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32)) {
-            char* to = p.out.at + p.out.offset(row, first) * size;
-            for (int v = 0; v < V; v++, to += W * size) {
-                const bool whole = count >= (v + 1) * W;
-                alignas(64) char half[2 * W];
-                if (p.out.type == LP_BF16) store<LP_BF16>(whole ? to : half, (f32v)acc[v]);
-                else if (p.out.type == LP_F16) store<LP_F16>(whole ? to : half, (f32v)acc[v]);
-                else if (whole) put(to, acc[v]);
-                else put_some(to, acc[v], (count - v * W) * size);
-                if (size == 2 && !whole) put_some(to, get<u16v>(half), (count - v * W) * size);
-            }
-            return;
+        if (!plain) {
+            alignas(64) Acc sums[G::N / W] = {};
+            UNROLLED(v, V) sums[v] = acc[v];
+            std::atomic<int> not_finite{0};
+            return G::finish(p, sums, 0, row, 1, first, count, nullptr, nullptr, nullptr, not_finite);
         }
-        alignas(64) Acc sums[G::N / W] = {};
-        UNROLLED(v, V) sums[v] = acc[v];
-        std::atomic<int> not_finite{0};
-        G::finish(p, sums, row, first, count, nullptr, nullptr, 0, not_finite);
+        char* to = p.out.at + p.out.offset(row, first) * size;
+        UNROLLED(v, V) {
+            alignas(64) char half[2 * W];
+            const bool whole = count >= (v + 1) * W;
+            char *at = to + v * W * size, *at_half = whole ? at : half;
+            if (p.out.type == LP_BF16) store<LP_BF16>(at_half, (f32v)acc[v]);
+            else if (p.out.type == LP_F16) store<LP_F16>(at_half, (f32v)acc[v]);
+            else if (whole) put(at, acc[v]);
+            else put_some(at, acc[v], (count - v * W) * size);
+            if (size == 2 && !whole) put_some(at, get<u16v>(half), (count - v * W) * size);
+        }
     }
 
-    template <int TYPE, int FORMAT> static void find(const lp::Work& p, Multiply*& found) {
-        if constexpr (can_pack(U::ELEMENT, TYPE, FORMAT))
-            if (p.b.type == TYPE && p.b.format == FORMAT) found = multiply<TYPE, FORMAT>;
-    }
     // The function for a product; null if there is none, or others are faster.
     static Multiply* find(const lp::Work& p) {
         Multiply* found = nullptr;
-        const bool fits = p.m <= MOST_ROWS && p.n <= MOST_VECTORS * W && p.k <= MOST_DWORDS * P && p.n * G::ceil(p.k, P) <= 128 * W && p.term_count == 1 && p.planes == 1 && !p.packed_b;
-        const bool alike = p.a.type == p.b.type && p.a.format == p.b.format && p.scales_a == p.scales_b;
+        const bool fits = p.m <= MOST_ROWS && p.n <= MOST_VECTORS * W && p.k <= MOST_DWORDS * P && p.term_count == 1 && p.planes == 1 && !p.packed_b;
+        const bool alike = p.a.type == p.b.type && p.a.format == p.b.format && p.scales_a == p.scales_b && p.scales_a == (p.a.format == LP_TO_F16);
         if (!fits || !alike || p.a.k != 1 || p.b.lane != 1 || p.a.k_offsets || p.b.k_offsets || p.b.lane_offsets) return nullptr;
-        find<LP_F32, LP_EXACT>(p, found), find<LP_F32, LP_TO_TF32>(p, found), find<LP_F32, LP_TO_BF16>(p, found);
-        find<LP_F16, LP_EXACT>(p, found), find<LP_BF16, LP_EXACT>(p, found), find<LP_E4M3, LP_EXACT>(p, found), find<LP_I8, LP_EXACT>(p, found);
-        if (p.scales_a) find<LP_F32, LP_TO_F16>(p, found);
+        with_type<U::ELEMENT>(p.b, [&](auto type, auto format) { found = multiply<type, format>; });
         return found;
     }
 };

@@ -19,6 +19,8 @@ using lp::bits_of;
 using lp::block_of;
 using lp::is_coded;
 
+template <int I> using Int = std::integral_constant<int, I>;
+
 #define INLINE static inline __attribute__((always_inline))
 // Loops over constants.
 #define UNROLLED(i, end) _Pragma("GCC unroll 64") for (int i = 0; i < (end); i++)
@@ -44,6 +46,13 @@ INLINE i32v plus(i32v a, i32v b) { return (i32v)((u32v)a + (u32v)b); }
 INLINE f32v all_floats(float x) { return floats(all(__builtin_bit_cast(uint32_t, x))); }
 INLINE u32v choose(u32v condition, u32v yes, u32v no) { return (condition & yes) | (~condition & no); }
 INLINE i32v larger(i32v x, i32v y) { return x > y ? x : y; }
+// All lanes joined by an operation, in every lane.
+template <class V, class F, int... I> INLINE V over_lanes(V x, F join, std::integer_sequence<int, I...>) {
+    x = join(x, __builtin_shufflevector(x, x, (I ^ 1)...)), x = join(x, __builtin_shufflevector(x, x, (I ^ 2)...));
+    if constexpr (W > 4) x = join(x, __builtin_shufflevector(x, x, (I ^ 4) % W...));
+    if constexpr (W > 8) x = join(x, __builtin_shufflevector(x, x, (I ^ 8) % W...));
+    return x;
+}
 INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u); }  // Inf or NaN
 
 // GCC 12 converts 8 to 32 bits one element at a time unless it goes by 16 bits, and halves of vectors: where it matters
