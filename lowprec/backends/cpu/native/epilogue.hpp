@@ -24,7 +24,8 @@ INLINE f32v gelu(f32v x) {
 }
 
 // In the order of Python's Activation; 0 for none.
-enum lp_activation { LP_RELU = 1, LP_GELU };
+enum lp_activation { LP_RELU = 1,
+                     LP_GELU };
 
 INLINE f32v activated(f32v x, int activation) {
     if (activation == LP_RELU) return floats(~(u32v)(x < 0.0f) & bits(x));
