@@ -55,7 +55,7 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
                     } else if constexpr (FINDS) {
                         row[v] = found[v].rounded(get<u32v>(runs[0]));
                     } else {
-                        pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, false, s, nullptr, nullptr, 0, row + v);
+                        pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, false, s, nullptr, 0, row + v);
                     }
                 }
             }
@@ -122,6 +122,23 @@ static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, co
     }
 }
 
+// The same for codes, whole blocks of the first lanes of s: some are decoded into the L1 cache at a time.
+template <class U, int ROWS, int TYPE>
+static void few_rows_of_codes(const Source& s, const uint32_t* a, int64_t lda, const char*, int64_t, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema*) {
+    typedef Decoder<TYPE, U::ELEMENT> D;
+    constexpr int V = 2 * per_dword(U::ELEMENT), STEP = D::BLOCKS * W;
+    alignas(64) uint32_t panel[STEP * V * W];
+    for (int64_t at = 0; at < lanes; at += V * W) {
+        D columns[4] = {{s, at}, {s, at + W}, {s, at + 2 * W}, {s, at + 3 * W}};
+        const int64_t width = lanes - at < V * W ? lanes - at : V * W;
+        for (int d = 0; d < dwords; d += STEP) {
+            const int count = dwords - d < STEP ? dwords - d : STEP;
+            for (int v = 0; v < width / W; v++) columns[v].blocks(d / W, count / W, panel + v * W, V * W);
+            few_rows<U, ROWS, PANEL, LP_EXACT>(s, a + d, lda, (const char*)panel, 4 * V * W, count, y + at, ldy, width, adds || d, nullptr);
+        }
+    }
+}
+
 template <class U> struct Few {
     typedef typename U::Acc Acc;
     typedef Gemm<U> G;
@@ -167,9 +184,15 @@ template <class U> struct Few {
             const bool adds = left < j.chunk;
             const int dwords = (int)((end - block - 1) * W + G::least(rest - (end - block - 1) * W * P, W));
             const int64_t whole = rest >= W * P || (P == 1 && !j.along_k) ? in_lanes : 0;
+            Source b = p.b;  // of codes from here on
+            if (is_coded(b.type)) {
+                const int64_t step = block * W * P;
+                b.at += first * b.lane + step * bits_of(b.type) / 8, b.scales += first * b.scale_lane + step / block_of(b.type);
+                b.lanes -= first, b.steps -= step;
+            }
             for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
                 const char* at = p.b.at + (first * p.b.lane + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
-                whole_rows(p.b, a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
+                whole_rows(b, a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
@@ -218,7 +241,8 @@ template <class U> struct Few {
     }
 
     template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(bool k) {
-        if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
+        if constexpr (is_coded(TYPE)) return few_rows_of_codes<U, ROWS, TYPE>;
+        else if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
         if constexpr (TYPE != PANEL && (bits_of(TYPE) > 8 || P == 4) && W >= 4 * PER_DWORD<U::ELEMENT, TYPE>) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
         return nullptr;
     }
@@ -239,6 +263,7 @@ template <class U> struct Few {
         find<LP_F32, LP_EXACT>(p, m, rows), find<LP_F32, LP_TO_TF32>(p, m, rows), find<LP_F32, LP_TO_BF16>(p, m, rows);
         find<LP_F32, LP_TO_F16>(p, m, rows), find<LP_F16, LP_EXACT>(p, m, rows), find<LP_BF16, LP_EXACT>(p, m, rows);
         find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
+        find<LP_MXFP8, LP_EXACT>(p, m, rows), find<LP_MXFP4, LP_EXACT>(p, m, rows), find<LP_NVFP4, LP_EXACT>(p, m, rows);
         if (m <= 2 || along_k) find<LP_I8, LP_EXACT>(p, m, rows);  // more rows need the registers in which int8 is interleaved
         return rows;
     }

@@ -38,7 +38,7 @@ template <class U> struct Small {
         Extrema extrema[2] = {{u32v{}, ~u32v{}}, {u32v{}, ~u32v{}}};
         auto pack = [&](const Source& s, bool of_a, u32v* to) __attribute__((always_inline)) {
             if constexpr (FINDS) *to = extrema[of_a].rounded(get<u32v>(at[0]));
-            else pack_row<TYPE, FORMAT, U::ELEMENT, false>(at, of_a, s, nullptr, nullptr, of_a && G::OFFSET ? 0x80808080u : 0, to);
+            else pack_row<TYPE, FORMAT, U::ELEMENT, false>(at, of_a, s, nullptr, of_a && G::OFFSET ? 0x80808080u : 0, to);
         };
         const int blocks = (int)G::ceil(p.k, P * W), dwords = (blocks - 1) * W + (int)G::least(p.k - (blocks - 1) * P * W, W);
         for (int64_t i = 0; i < p.m; i++)
