@@ -97,7 +97,7 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt, dtype):
     [
         ("mxfp8", (0, 1, 7, 9, 10, 119, 127, 245, 246, 247, 250, 254)),
         ("mxfp4", (0, 1, 2, 3, 10, 127, 246, 247, 250, 252, 254)),
-        ("nvfp4", (0, 1, 2, 7, 8, 0x38, 0x3F, 0x7D, 0x7E, 0x81, 0xB8)),
+        ("nvfp4", (0, 1, 2, 7, 8, 0x38, 0x3F, 0x7D, 0x7E, 0x7F, 0x80, 0x81, 0xB8)),
     ],
 )
 @pytest.mark.parametrize("m", [8, 40])
