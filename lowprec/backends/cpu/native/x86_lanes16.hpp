@@ -46,7 +46,7 @@ struct Biased {
     constexpr Biased() {
         const float magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
         for (int i = 0; i < 64; i++)
-            if (i % 8) products[i] = (uint16_t)((__builtin_bit_cast(uint32_t, magnitudes[i % 8] * (float)(8 + i / 8) / 8) >> 16) + 0x4000);
+            if (i % 8) products[i] = (uint16_t)((__builtin_bit_cast(uint32_t, magnitudes[i % 8] * (float)(8 | i >> 3) / 8) >> 16) + 0x4000);
         for (int i = 1; i < 8; i++) subnormal[i] = (uint16_t)((__builtin_bit_cast(uint32_t, (float)i / 4) >> 16) + 0x4080);
     }
 };
