@@ -92,6 +92,44 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt, dtype):
     assert (np.abs(c[small]) <= np.abs(want[small]) + 2.0**-134).all()
 
 
+@pytest.mark.parametrize(
+    ("fmt", "scales"),
+    [
+        ("mxfp8", (0, 1, 7, 9, 10, 119, 127, 245, 246, 247, 250, 254)),
+        ("mxfp4", (0, 1, 2, 3, 10, 127, 246, 247, 250, 252, 254)),
+        ("nvfp4", (0, 1, 2, 7, 8, 0x38, 0x3F, 0x7D, 0x7E, 0x7F, 0x80, 0x81, 0xB8)),
+    ],
+)
+@pytest.mark.parametrize("m", [8, 40])
+def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, m):
+    """64 columns for each scale, so that all columns of a vector have it; a block has one code that may overflow."""
+    row, k = BLOCK_FORMATS[fmt], 256
+    rng = np.random.default_rng(6)
+    per, small = 8 // row.bits, 0x60 if row.bits == 8 else 6
+    numbers = rng.integers(0, small, (64, k), np.uint8)
+    numbers |= rng.integers(0, 2, numbers.shape, np.uint8) << (row.bits - 1)
+    largest = 3 + np.arange(64) % 5 * 7
+    numbers[np.arange(64), largest] = 0x7E if row.bits == 8 else 7
+    codes = numbers if per == 1 else numbers[:, ::2] | numbers[:, 1::2] << 4
+    codes = np.tile(codes, (len(scales), 1))
+    n, blocks = len(codes), k // row.block
+    of_blocks = np.tile(np.repeat(np.array(scales, np.uint8), 64)[:, None], (1, blocks))
+    q = lowprec.QuantizedArray(codes, of_blocks, fmt, (k, n), 0, 1.0)
+    values = q.dequantize()
+    overflows = (~np.isfinite(values)).sum(0)
+    for first in range(0, k, m):
+        a = np.zeros((m, k), np.float32)
+        picked = np.arange(first, min(first + m, k))
+        a[np.arange(len(picked)), picked] = 1
+        c, want = lowprec.matmul(a.astype(BF16), q, out_dtype="float32")[: len(picked)], values[picked]
+        normal, others = np.abs(want) >= 2.0**-126, overflows - ~np.isfinite(want)
+        np.testing.assert_array_equal(c[normal & (others == 0)], want[normal & (others == 0)])
+        assert np.isnan(c[others > 0]).all()  # Inf times zero
+        small = ~normal & (others == 0)
+        # Flushed, or rounded to a multiple of 2^-133.
+        assert (np.abs(c[small]) <= np.abs(want[small]) + 2.0**-134).all()
+
+
 def test_batches_vectors_epilogues_and_libraries(torch):
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     rng = np.random.default_rng(3)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays import block_codes
-from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.numpy_library import aligned_empty, host_view
 from lowprec.arrays.view import ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
@@ -86,7 +86,7 @@ def encode(
     rule = FORMATS[row.name][0]
     if rule.block_scale == "floor":
         rule = rule._replace(block_scale=scale_rule)
-    codes, scales = (None if shape is None else np.empty(shape, np.uint8) for shape in shapes)
+    codes, scales = (None if shape is None else aligned_empty(shape, np.dtype(np.uint8)) for shape in shapes)
     extents, strides, padded = list(view.shape), list(view.strides), shapes[0][-1] * 8 // row.bits
     k, inner = extents.pop(axis), strides.pop(axis)
     vectors, vector = (extents.pop(), strides.pop()) if extents else (1, 0)

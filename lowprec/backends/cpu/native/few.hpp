@@ -56,7 +56,7 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
                     } else if constexpr (FINDS) {
                         row[v] = found[v].rounded(get<u32v>(runs[0]));
                     } else {
-                        pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, false, s, nullptr, nullptr, 0, row + v);
+                        pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, false, s, nullptr, 0, row + v);
                     }
                 }
             }
@@ -157,6 +157,23 @@ template <int ELEMENT, class F> INLINE void with_type(const Source& b, F f) {
     check(Int<LP_F16>(), exact), check(Int<LP_BF16>(), exact), check(Int<LP_E4M3>(), exact), check(Int<LP_E5M2>(), exact), check(Int<LP_I8>(), exact);
 }
 
+// The same for codes, whole blocks of the first lanes of s: some are decoded into the L1 cache at a time.
+template <class U, int ROWS, int TYPE>
+static void few_rows_of_codes(const Source& s, const uint32_t* a, int64_t lda, const char*, int64_t, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema*) {
+    typedef Decoder<TYPE, U::ELEMENT> D;
+    constexpr int V = 2 * per_dword(U::ELEMENT), STEP = D::BLOCKS * W;
+    alignas(64) uint32_t panel[STEP * V * W];
+    for (int64_t at = 0; at < lanes; at += V * W) {
+        D columns[4] = {{s, at}, {s, at + W}, {s, at + 2 * W}, {s, at + 3 * W}};
+        const int64_t width = lanes - at < V * W ? lanes - at : V * W;
+        for (int d = 0; d < dwords; d += STEP) {
+            const int count = dwords - d < STEP ? dwords - d : STEP;
+            for (int v = 0; v < width / W; v++) columns[v].blocks(d / W, count / W, panel + v * W, V * W);
+            few_rows<U, ROWS, PANEL, LP_EXACT>(s, a + d, lda, (const char*)panel, 4 * V * W, count, y + at, ldy, width, adds || d, nullptr);
+        }
+    }
+}
+
 template <class U> struct Few {
     typedef typename U::Acc Acc;
     typedef Gemm<U> G;
@@ -194,9 +211,15 @@ template <class U> struct Few {
             const bool adds = left < j.sum;
             const int dwords = (int)((end - block - 1) * W + G::least(rest - (end - block - 1) * W * P, W));
             const int64_t whole = rest >= W * P || (P == 1 && !j.along_k) ? in_lanes : 0;
+            Source b = p.b;  // of codes from here on
+            if (is_coded(b.type)) {
+                const int64_t step = block * W * P;
+                b.at += first * b.lane + step * bits_of(b.type) / 8, b.scales += first * b.scale_lane + step / block_of(b.type);
+                b.lanes -= first, b.steps -= step;
+            }
             for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
                 const char* at = p.b.at + (first * p.b.lane + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
-                whole_rows(p.b, t.a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, j.ldy, whole, adds || d, t.extrema);
+                whole_rows(b, t.a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, j.ldy, whole, adds || d, t.extrema);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
@@ -238,8 +261,9 @@ template <class U> struct Few {
     }
 
     template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(bool k) {
-        if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
-        if constexpr (P == 4 && TYPE != PANEL) return int8_rows_along_k<U, ROWS>;
+        if constexpr (is_coded(TYPE)) return few_rows_of_codes<U, ROWS, TYPE>;
+        else if (!k) return few_rows<U, ROWS, TYPE, FORMAT>;
+        else if constexpr (P == 4 && TYPE != PANEL) return int8_rows_along_k<U, ROWS>;
         else if constexpr (TYPE != PANEL && bits_of(TYPE) > 8 && W * bits_of(TYPE) >= 128) return few_rows_along_k<U, ROWS, TYPE, FORMAT>;
         return nullptr;
     }
@@ -252,7 +276,13 @@ template <class U> struct Few {
         const bool along_k = !along_lanes(p);
         Rows* rows = nullptr;  // more than two rows need the registers in which int8 is interleaved
         if (p.b.k_offsets || p.b.lane_offsets || (along_k ? p.scales_b && p.k % W : p.b.type == LP_I8 && m > 2)) return rows;
-        with_type<U::ELEMENT>(p.b, [&](auto type, auto format) { rows = rows_for<type, format>(m, along_k); });
+        auto find = [&](auto type, auto format) { rows = rows_for<type, format>(m, along_k); };
+        auto find_codes = [&](auto type) {
+            if constexpr (can_pack(U::ELEMENT, type, LP_EXACT))
+                if (p.b.type == type) find(type, Int<LP_EXACT>());
+        };
+        with_type<U::ELEMENT>(p.b, find);
+        find_codes(Int<LP_MXFP8>()), find_codes(Int<LP_MXFP4>()), find_codes(Int<LP_NVFP4>());
         return rows;
     }
 

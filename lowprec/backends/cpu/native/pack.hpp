@@ -70,9 +70,9 @@ template <int FORMAT, int ELEMENT, bool SPLITS> INLINE int emit_parts(f32v* x, c
 }
 
 // W dwords of each slot, from P runs of W numbers each, along k (one after the other) or across. f: the two powers of two
-// that scale them; scale: of codes, by run.
+// that scale them.
 template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
-INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const Source& s, const f32v* f, const float* scale, uint32_t offset, u32v* out) {
+INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const Source& s, const f32v* f, uint32_t offset, u32v* out) {
     constexpr int P = per_dword(ELEMENT);
     if constexpr (P == 4) {
         if (along_k) return (void)(out[0] = get<u32v>(at[0]) ^ offset);
@@ -98,7 +98,6 @@ INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const
         f32v x[P];
         UNROLLED(p, P) {
             x[p] = widened<TYPE>(at[p]);
-            if (is_coded(TYPE)) x[p] *= scale[p];
             if (FORMAT == LP_TO_F16) x[p] = x[p] * f[0] * f[1];
         }
         emit_parts<FORMAT, ELEMENT, SPLITS>(x, s, out);
@@ -126,7 +125,7 @@ struct Layout {
 // The P runs of W numbers of each lane of a tile, or of each dword of k if the lanes are contiguous. Lanes from `end` on
 // are the last one again.
 template <int TYPE, int ELEMENT> struct Runs {
-    static constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), SIZE = BITS / 8 ? BITS / 8 : 1, RUN = W * BITS / 8;
+    static constexpr int P = per_dword(ELEMENT), SIZE = bits_of(TYPE) / 8, RUN = W * SIZE;
     const char* at[W][P];
     alignas(64) char copies[W][P * RUN];
 
@@ -142,7 +141,7 @@ template <int TYPE, int ELEMENT> struct Runs {
                 continue;
             }
             const int64_t offset = by_lane ? s.lane_offset(lane + i) : lane;
-            const char* from = s.at + offset * (is_coded(TYPE) ? 1 : SIZE) + (along_k ? step * BITS / 8 : 0);
+            const char* from = s.at + (offset + (along_k ? step : 0)) * SIZE;
             for (int p = 0; p < P; p++) {
                 const int k = order<ELEMENT>(i, p);
                 at[i][p] = direct ? copies[0] : copies[i] + p * RUN;
@@ -153,8 +152,7 @@ template <int TYPE, int ELEMENT> struct Runs {
                 else __builtin_memcpy(copies[i] + p * RUN, run, (size_t)have * SIZE);
             }
             if (direct || !by_lane) continue;
-            if (along_k) __builtin_memcpy(copies[i], from, (size_t)((steps * BITS + 7) / 8));
-            if (BITS == 4 && steps % 2) copies[i][steps / 2] &= 0x0f;
+            if (along_k) __builtin_memcpy(copies[i], from, (size_t)(steps * SIZE));
             for (int64_t j = 0; !along_k && j < steps; j++) __builtin_memcpy(copies[i] + j * SIZE, from + s.k_offset(step + j) * SIZE, SIZE);
         }
     }
@@ -165,7 +163,7 @@ template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& l, int64_t lane, int64_t block, int64_t end_block, int lanes, uint32_t* to) {
     typedef Runs<TYPE, ELEMENT> R;
     constexpr int P = R::P;
-    const bool along_k = s.k == 1 && !s.k_offsets, by_lane = along_k || s.lane != 1 || s.lane_offsets || is_coded(TYPE);
+    const bool along_k = s.k == 1 && !s.k_offsets, by_lane = along_k || s.lane != 1 || s.lane_offsets;
     const int end = (int)(s.lanes - lane < lanes ? s.lanes - lane : lanes);
     const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
     R runs;
@@ -177,17 +175,12 @@ static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& 
         if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
         UNROLLED(i, W) {
             const char* at[P];
-            float scale[P] = {};
             UNROLLED(p, P) {
                 at[p] = runs.at[i][p] + ahead;
                 if (p * R::RUN % 64 == 0 && (along_k || s.next)) __builtin_prefetch(at[p] + (s.next ? s.next : 512), 0, 2);
-                if (is_coded(TYPE)) {
-                    int64_t k = step + p * W < s.steps ? step + p * W : s.steps - 1;
-                    scale[p] = block_scale(TYPE, s.scales[(lane + (i < end ? i : 0)) * s.scale_lane + k / block_of(TYPE)]);
-                }
             }
             if (by_lane) lane_factors<FORMAT>(s, lane + i, false, f);
-            pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, by_lane, s, f, scale, l.offset, out);
+            pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, by_lane, s, f, l.offset, out);
             for (int p = 0; p < slots; p++) rows[p][i] = out[p];
         }
         for (int p = 0; p < slots; p++, to += l.slot) {
@@ -198,10 +191,87 @@ static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& 
     }
 }
 
+// Decodes W columns of codes from `lane` on, W dwords of each at a time.
+template <int TYPE, int ELEMENT> struct Decoder {
+    static constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), PER = 32 / BITS, SCALED = block_of(TYPE), BLOCKS = PER / P;
+    static constexpr int SLOTS = whole_slots(TYPE, ELEMENT);
+    typedef uint16_t words __attribute__((vector_size(4 * W)));
+    const Source& s;
+    int64_t lane, start = 0, end = 0;  // of k: the numbers of `scales`
+    u32v scales[W];                    // dwords of codes, transposed
+    Decoder(const Source& source, int64_t first_lane) : s(source), lane(first_lane) {}
+
+    // Reads W dwords of each column, of which `bytes` bytes exist, and transposes them. Columns after the last are the last.
+    __attribute__((always_inline)) void read(const void* from, int64_t stride, int64_t bytes, const int64_t* offsets, u32v* rows) const {
+        auto column = [&](int i) __attribute__((always_inline)) {
+            const int64_t j = lane + i < s.lanes ? lane + i : s.lanes - 1;
+            return (const char*)from + (offsets ? offsets[j] : j * stride);
+        };
+        if (bytes >= 4 * W)
+            UNROLLED(i, W) {
+                rows[i] = get<u32v>(column(i));
+                __builtin_prefetch(column(i) + 128, 0, 2);
+            }
+        else
+            for (int i = 0; i < W; i++) copy_some(rows + i, column(i), (int)bytes);
+        transpose(rows);
+    }
+
+    // Writes `count` blocks, at most BLOCKS: W dwords of each slot, `width` apart.
+    __attribute__((noinline)) void blocks(int64_t block, int64_t count, uint32_t* to, int64_t width) {
+        const int64_t step = block * W * P, steps = s.steps - step;
+        if (step >= end) {
+            start = step / SCALED * SCALED, end = start + 4 * W * SCALED;
+            read(s.scales + start / SCALED, s.scale_lane, (s.steps - 1) / SCALED + 1 - start / SCALED, nullptr, scales);
+        }
+        u32v rows[W];
+        read(s.at + step / 8 * BITS, s.lane, (steps * BITS + 7) / 8, s.lane_offsets, rows);
+        if (BITS == 4 && steps < W * PER && steps % 2) rows[steps / PER] &= (1u << steps % PER * BITS) - 1;
+        bytes largest = {};  // of codes but for their signs
+        UNROLLED(i, W) {
+            const bytes x = (bytes)rows[i] + (bytes)rows[i];
+            largest = x > largest ? x : largest;
+        }
+        const bool has_nan = BITS == 8 && any((u32v)(largest == 0xfe));
+        for (unsigned b = 0; b < count; b++, to += SLOTS * W * width) {
+            const unsigned first = (unsigned)(step - start + b * W * P) / SCALED;
+            const u32v four = scales[first / 4], code = four >> (first % 4 * 8);
+            if constexpr (W == 16 && ELEMENT == E_BF16) {
+                // Scales by which no number exceeds bfloat16: those below its normal numbers are zero to the unit. Of NVFP4
+                // there are two, for the low and the high words, and that of zero has another exponent.
+                constexpr uint8_t LEAST = TYPE == LP_NVFP4, RANGE = TYPE == LP_NVFP4 ? 0x7d : 246;
+                const bytes distance = (bytes)four - LEAST;
+                if (!has_nan && !any((u32v)(distance > RANGE))) {
+                    const u32v one = (code & 0xff) << 7, two = bf16_of_e4m3((code & 0xffff) | code << 8);
+                    const words scale = (words)(TYPE == LP_NVFP4 ? two : one | one << 16), exponents = (uint16_t)(BITS == 8 ? 0x8380 : 0x7f80) - (scale & 0x7f80);
+                    UNROLLED(i, W / PER) {
+                        const u32v low = rows[b * W * P / PER + i], high = rows[(b * W * P + W) / PER + i];
+                        const words pairs[2] = {(words)((low & 0xffff) | high << 16), (words)(low >> 16 | (high & 0xffff0000u))};
+                        UNROLLED(j, PER) put(to + (i * PER + j) * width, scaled_bf16<BITS == 8>(pairs[j * 2 / PER] >> j % (PER / 2) * BITS, exponents, scale >> 1 & 0x38));
+                    }
+                    continue;
+                }
+            }
+            f32v scale[P], x[P];
+            u32v out[SLOTS];
+            UNROLLED(p, P) scale[p] = block_scales<TYPE>((p && SCALED < W * P ? code >> 8 : code) & 0xffu);
+            UNROLLED(d, W) {
+                UNROLLED(p, P) {
+                    const unsigned k = b * W * P + order<ELEMENT>(d, p);
+                    const u16v code = __builtin_convertvector(rows[k / PER] << (32 - BITS - k % PER * BITS) >> 16, u16v);
+                    x[p] = decoded<BITS, BITS == 8 ? 4 : 2>(code) * scale[p];
+                }
+                emit_parts<LP_EXACT, ELEMENT, false>(x, s, out);
+                for (int p = 0; p < SLOTS; p++) put(to + (p * W + d) * width, out[p]);
+            }
+        }
+    }
+};
+
 // Packs strips of lanes, blocks [first, end) of k; strips are `strip_dwords` apart. Reads memory in long runs.
 template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t end_strip, int64_t first, int64_t end, uint32_t* to, int64_t strip_dwords) {
-    constexpr int P = per_dword(ELEMENT), SIZE = bits_of(TYPE) / 8;
+    constexpr int P = per_dword(ELEMENT), SIZE = bits_of(TYPE) / 8, RUN = is_coded(TYPE) ? 64 : 8;
     const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
     auto pack_blocks = [&](int64_t strip, int64_t block, int64_t end_block, int64_t lane) {
         uint32_t* base = to + (strip - first_strip) * strip_dwords + (block - first) * slots * l.slot;
@@ -209,7 +279,14 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
             uint32_t* tile = base + lane * (l.of_a ? W : 1);
             const int lanes = l.lanes - lane < W ? (int)(l.lanes - lane) : W;
             if (strip * l.lanes + lane < s.lanes) {
-                pack_tiles<TYPE, FORMAT, ELEMENT, SPLITS>(s, l, strip * l.lanes + lane, block, end_block, lanes, tile);
+                if constexpr (is_coded(TYPE)) {
+                    Decoder<TYPE, ELEMENT> columns(s, strip * l.lanes + lane);
+                    constexpr int AT_ONCE = columns.BLOCKS;
+                    for (int64_t i = block; i < end_block; i += AT_ONCE, tile += AT_ONCE * slots * l.slot)
+                        columns.blocks(i, end_block - i < AT_ONCE ? end_block - i : AT_ONCE, tile, l.width);
+                } else {
+                    pack_tiles<TYPE, FORMAT, ELEMENT, SPLITS>(s, l, strip * l.lanes + lane, block, end_block, lanes, tile);
+                }
                 continue;
             }
             for (int64_t p = 0; p < (end_block - block) * slots; p++)
@@ -219,7 +296,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
     const bool along_lanes = s.lane == 1 && !s.lane_offsets && !is_coded(TYPE) && !(s.k == 1 && !s.k_offsets);
     if (l.of_a || !along_lanes) {
         for (int64_t strip = first_strip; strip < end_strip; strip++)
-            for (int64_t block = first; block < end; block += 8) pack_blocks(strip, block, block + 8 < end ? block + 8 : end, 0);
+            for (int64_t block = first; block < end; block += RUN) pack_blocks(strip, block, block + RUN < end ? block + RUN : end, 0);
         return;
     }
     // Row by row of memory: rows that are a power of two apart share few places of a cache.
@@ -244,11 +321,10 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
                 for (; lane + W <= have; lane += W) {
                     u32v out[most_slots(TYPE, ELEMENT, SPLITS)];
                     f32v f[2];
-                    const float scale[P] = {};
                     lane_factors<FORMAT>(s, first_lane + lane, true, f);
                     UNROLLED(p, P)
                         if (lane * SIZE % 64 == 0) __builtin_prefetch(at[p] + ahead, 0, 2);
-                    pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, false, s, f, scale, l.offset, out);
+                    pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, false, s, f, l.offset, out);
                     for (int p = 0; p < slots; p++) put(tile + p * l.slot + lane, out[p]);
                     for (int p = 0; p < P; p++) at[p] += W * SIZE;
                 }

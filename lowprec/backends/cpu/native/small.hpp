@@ -37,7 +37,7 @@ template <class U> struct Small {
         Extrema extrema[2] = {{u32v{}, ~u32v{}}, {u32v{}, ~u32v{}}};
         auto pack = [&](const Source& s, bool of_a, u32v* to) __attribute__((always_inline)) {
             if constexpr (FINDS) *to = extrema[of_a].rounded(get<u32v>(at[0]));
-            else pack_row<TYPE, FORMAT, U::ELEMENT, false>(at, of_a, s, nullptr, nullptr, of_a && G::OFFSET ? 0x80808080u : 0, to);
+            else pack_row<TYPE, FORMAT, U::ELEMENT, false>(at, of_a, s, nullptr, of_a && G::OFFSET ? 0x80808080u : 0, to);
         };
         const int m = (int)p.m, n = (int)p.n, k = (int)p.k, blocks = (k + P * W - 1) / (P * W);
         const int dwords = (blocks - 1) * W + (int)G::least(k - (blocks - 1) * P * W, W);

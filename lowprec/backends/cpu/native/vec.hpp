@@ -12,8 +12,9 @@ typedef int16_t i16v __attribute__((vector_size(2 * W)));
 typedef uint8_t u8v __attribute__((vector_size(W)));
 typedef int8_t i8v __attribute__((vector_size(W)));
 
-template <class V> static inline V bf16_of_e4m3(V codes);            // if W is 16
-template <class V> static inline void narrow_u8(void* to, V x);  // if W is 16
+template <class V> static inline V bf16_of_e4m3(V codes);                                             // if W is 16
+template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, V significands);  // if W is 16
+template <class V> static inline void narrow_u8(void* to, V x);                                       // if W is 16
 
 using lp::bits_of;
 using lp::block_of;
@@ -76,28 +77,22 @@ template <int FORMAT> INLINE f32v rounded(f32v x) {
     return x;
 }
 
-// The numbers of W codes with a sign, an exponent of EXPONENT bits and a significand: float16 with another bias.
-template <int BITS, int EXPONENT> INLINE f32v decoded(const void* at) {
+// The numbers of W codes with a sign, an exponent of EXPONENT bits and a significand, in the high bits of words: float16
+// with another bias.
+template <int BITS, int EXPONENT> INLINE f32v decoded(u16v codes) {
     constexpr int UNUSED = 5 - EXPONENT;
-    const u16v halves = (u16v)((i16v)(wide_u8(at) << (16 - BITS)) >> UNUSED) & (uint16_t)(0x8000 | 0x7fff >> UNUSED);
+    const u16v halves = (u16v)((i16v)codes >> UNUSED) & (uint16_t)(0x8000 | (0x7fff >> UNUSED & 0xffff << (16 - BITS - UNUSED)));
     f32v x = load_f16_as<f32v>(&halves) * (float)(1 << (16 - (1 << (EXPONENT - 1))));
     if (EXPONENT != 4) return x;
     return floats(bits(x) | ((u32v)((bits(x) & 0x7fffffffu) == 0x43f00000u) & 0x7fc00000u));  // 480: NaN of E4M3
 }
 
-// W stored numbers as float32. Codes of 4 bits: the first in the low half of a byte.
+// W stored numbers as float32.
 template <int TYPE> INLINE f32v widened(const void* at) {
     if constexpr (TYPE == LP_BF16) return floats(widen_u16<u32v>(at) << 16);
     else if constexpr (TYPE == LP_F16) return load_f16_as<f32v>(at);
-    else if constexpr (TYPE == LP_E5M2) return decoded<8, 5>(at);
-    else if constexpr (TYPE == LP_E4M3 || TYPE == LP_MXFP8) return decoded<8, 4>(at);
-    else if constexpr (TYPE == LP_MXFP4 || TYPE == LP_NVFP4) {
-        typedef uint8_t half __attribute__((vector_size(W / 2)));
-        typedef uint16_t wide __attribute__((vector_size(W)));
-        wide pairs = __builtin_convertvector(get<half>(at), wide);
-        pairs = (pairs | pairs << 4) & 0x0f0f;  // little-endian: the low half first
-        return decoded<4, 2>(&pairs);
-    } else return get<f32v>(at);
+    else if constexpr (TYPE == LP_E5M2 || TYPE == LP_E4M3) return decoded<8, TYPE == LP_E5M2 ? 5 : 4>(wide_u8(at) << 8);
+    else return get<f32v>(at);
 }
 
 // Dwords as numbers, or their low halves, or the high ones.
@@ -107,16 +102,12 @@ template <int TYPE> INLINE f32v number(u32v x, bool high) {
     return TYPE == LP_F16 ? load_f16_as<f32v>(&halves) : floats(x);
 }
 
-// The scale of a block of codes.
-INLINE float block_scale(int type, uint8_t code) {
-    if (type == LP_NVFP4) {  // E4M3, as float32 with another bias
-        const float x = __builtin_bit_cast(float, (code & 0x7fu) << 20) * 0x1p120f;
-        return (code & 0x7f) == 0x7f ? __builtin_bit_cast(float, 0x7fc00000u) : code & 0x80 ? -x
-                                                                                            : x;
-    }
-    uint32_t power = code ? (uint32_t)code << 23 : 1u << 22;
-    if (code == 255) power = 0x7fc00000u;
-    return __builtin_bit_cast(float, power);
+// The scales of W blocks.
+template <int TYPE> INLINE f32v block_scales(u32v code) {
+    const u32v magnitude = code & 0x7fu, power = choose((u32v)(code == 0), all(1u << 22), code << 23);
+    if (TYPE != LP_NVFP4) return floats(choose((u32v)(code == 255), all(0x7fc00000u), power));
+    const u32v e4m3 = bits(floats(magnitude << 20) * 0x1p120f);
+    return floats(choose((u32v)(magnitude == 0x7f), all(0x7fc00000u), e4m3 | (code & 0x80u) << 24));
 }
 
 // 2^e as float32, from the smallest subnormal number to 2^127.

@@ -38,6 +38,30 @@ template <class V> static inline V bf16_of_e4m3(V codes) {
     const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(x, _mm512_set1_epi16(64)), low, high);
     return (V)_mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(128)), 8));
 }
+// Codes in the low bits of words, whose other bits are arbitrary, times scales, as bfloat16: the exponent bits of a scale are
+// subtracted, with their sign changed, from a number with the bias 0x4000 (E4M3: 0x8000), so that zero remains zero.
+// Of a 4-bit code and three bits of the scale's significand there is a table, of subnormal E4M3 another.
+struct Biased {
+    alignas(64) uint16_t products[64] = {}, subnormal[32] = {};
+    constexpr Biased() {
+        const float magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+        for (int i = 0; i < 64; i++)
+            if (i % 8) products[i] = (uint16_t)((__builtin_bit_cast(uint32_t, magnitudes[i % 8] * (float)(8 | i >> 3) / 8) >> 16) + 0x4000);
+        for (int i = 1; i < 8; i++) subnormal[i] = (uint16_t)((__builtin_bit_cast(uint32_t, (float)i / 4) >> 16) + 0x4080);
+    }
+};
+static constexpr Biased BIASED;
+template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, V significands) {
+    const __m512i x = (__m512i)codes, high = _mm512_slli_epi16(x, IS_E4M3 ? 8 : 12), sign = _mm512_set1_epi16((short)0x8000);
+    __m512i y = _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(7), (__m512i)significands, 0xea);  // x & 7 | significands
+    if constexpr (IS_E4M3) {
+        y = _mm512_ternarylogic_epi32(_mm512_srli_epi16(high, 4), _mm512_set1_epi16(0x07f0), sign, 0xea);
+        y = _mm512_mask_permutexvar_epi16(y, _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78)), x, _mm512_load_si512(BIASED.subnormal));
+    } else {
+        y = _mm512_permutex2var_epi16(_mm512_load_si512(BIASED.products), y, _mm512_load_si512(BIASED.products + 32));
+    }
+    return (V)_mm512_ternarylogic_epi32(_mm512_subs_epu16(y, (__m512i)scales), high, sign, 0xf8);  // y | high & sign
+}
 
 struct Lanes16 : lp::Vectors {
     static constexpr int ROWS = 14, COLUMNS = 2, FEW = 8;
