@@ -91,9 +91,10 @@ static void few_rows_along_k(const Source& s, const uint32_t* a, int64_t lda, co
         Acc acc[ROWS];
         Extrema found = FINDS ? extrema[at / W] : Extrema{u32v{}, u32v{}};
         UNROLLED(i, ROWS) acc[i] = adds ? get<Acc>(y + i * ldy + at) : Acc{};
+        const char* following = at + W < lanes ? b + W * ldb : b - at * ldb + end;  // the next lanes, or more of the first
         for (int d = 0; d < dwords; d += W) {
             const int64_t first = (int64_t)d * P * 4 / PER, ahead = first + AHEAD;
-            const char *from = b + first, *next = b + (ahead < end ? ahead : ahead - end + W * ldb);  // at the end, of the next lanes
+            const char *from = b + first, *next = ahead < end ? b + ahead : following + ahead - end;
             u32v rows[W];
             UNROLLED(i, W)
                 UNROLLED_BY(line, P * RUN, 64) __builtin_prefetch(next + line + i * ldb, 0, 2);
@@ -291,12 +292,14 @@ template <class U> struct Few {
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
         j.in_place = in_place_for(p, p.m), j.along_k = j.in_place && !along_lanes(p), j.size = bits_of(p.b.type) / 8;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
-        int64_t most = along_lanes(p) ? 1024 : SPAN_LANES;
+        // Lanes that are read along k are read from end to end.
+        const int64_t unit = j.along_k && !is_coded(p.b.type) ? 16 : SPAN_LANES;
+        int64_t most = along_lanes(p) ? 1024 : unit;
         j.span = along_lanes(p) ? 1 : SPAN;
         if (j.along_k) j.span = j.sum;
         else if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
-        j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
+        j.columns = G::ceil(G::ceil(p.n, pieces), unit) * unit, j.tasks = G::ceil(p.n, j.columns);
         j.lda = j.blocks * W, j.ldy = j.columns + N;
         j.memory_each = G::ceil(M * (j.lda + 2 * j.ldy) + j.columns * (j.span * W + 2), 1024) * 1024;
         threads = G::least(threads, j.tasks);

@@ -2,8 +2,8 @@
 //   ELEMENT, ROWS (MR), COLUMNS (NR, in vectors), Acc, dot(acc, a, b), begin(), end(), and IS_TILED: then its micro-kernel is
 //   `tile`, without variants for fewer rows.
 // One call of a micro-kernel sums one product of parts over a part of k from zero, then adds the sum to a tile of C. These
-// parts depend on k only, so an element of the result depends on its row of a, its column of b and k alone. They are half
-// of a chunk, for which the operands are packed: shorter sums have smaller errors, and the tile is still in the L1 cache.
+// parts depend on k only, so an element of the result depends on its row of a, its column of b and k alone. In floating point
+// there are two in a chunk, for which the operands are packed: shorter sums have smaller errors, and the tile is in the L1 cache.
 
 const int SETS = 0, ADDS = 1, STREAMS = 2;  // how a micro-kernel writes C: past the caches if it STREAMS
 
@@ -64,7 +64,7 @@ template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
     static constexpr bool SCALES = U::ELEMENT == E_F32 || U::ELEMENT == E_PAIR;
-    static constexpr int64_t BLOCK = P * W, LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
+    static constexpr int64_t BLOCK = P * W, SUMS = FLOATS ? 2 : 1, LONGEST = 768 / SUMS * P, A_BYTES = 448 << 10, PAD = 48;
 
     // A product of packed operands, or of few rows. Blocks are of k.
     struct Common {
@@ -90,7 +90,7 @@ template <class U> struct Gemm {
     };
     struct Job : Common {
         int slots_a = slots_of<U::ELEMENT>(Common::p.a), slots_b = slots_of<U::ELEMENT>(Common::p.b);
-        int64_t strips_m = ceil(Common::p.m, M), strips_n = ceil(Common::p.n, N), chunk = 2 * Common::sum;
+        int64_t strips_m = ceil(Common::p.m, M), strips_n = ceil(Common::p.n, N), chunk = SUMS * Common::sum;
         int64_t task_m, task_n, grid_n;  // strips per task
         int64_t strip_a, strip_b = strip_dwords(Common::blocks, slots_b);  // dwords of a strip of a chunk of a, of a strip of all of b
         bool own_b, direct, plain, streams;  // tasks pack their strips of b; sums are kept in the result, and final
