@@ -32,7 +32,7 @@ NATIVE = ROOT / PACKAGE / "native"
 OBJECTS = ROOT / "build" / "kernels"
 ZIG = "ziglang>=0.13,<0.18"
 OPTIONS = shlex.split(
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -fno-threadsafe-statics -fno-math-errno "
+    "-std=c++17 -O2 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -fno-threadsafe-statics -fno-math-errno "
     "-ffp-contract=off -fno-asynchronous-unwind-tables"
 )
 #: By operating system: name of the library, platform of the wheel, options of all commands.

@@ -32,7 +32,7 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
         }
     };
     for (; dwords >= W; dwords -= W, a += step_a, b += step_b) {
-        for (int line = 0; line < LINES; line++) __builtin_prefetch(next + 64 * line, 0, 2);
+        UNROLLED(line, LINES) __builtin_prefetch(next + 64 * line, 0, 2);
         next += 64 * LINES;
         _Pragma("GCC unroll 2") for (int d = 0; d < W; d++) step(d);
     }

@@ -38,7 +38,7 @@ template <int FORMAT, int ELEMENT, bool SPLITS> INLINE int emit_parts(f32v* x, c
             out[slot] = bits(r[0]);
         } else if constexpr (ELEMENT == E_PAIR) {  // the truncation and the rest, which have the same sign
             u32v high[2], low[2];
-            for (int p = 0; p < 2; p++) {
+            UNROLLED(p, 2) {
                 high[p] = bits(r[p]) & 0xffff0000u;
                 low[p] = choose(is_special(bits(r[p])), u32v{}, bits(r[p] - floats(high[p])));
                 high[p] |= choose(is_special(bits(r[p])) & (u32v)((bits(r[p]) & 0x007fffffu) != 0), all(0x00400000u), u32v{});
@@ -90,7 +90,7 @@ INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const
         UNROLLED(p, P) {
             u32v parts[2];
             deinterleave(get<u32v>(at[p]), get<u32v>(at[p] + 4 * W), parts, std::make_integer_sequence<int, W>());
-            for (int c = 0; c < 2; c++) x[c][p] = FORMAT == LP_TO_F16 ? floats(parts[c]) * f[0] * f[1] : floats(parts[c]);
+            UNROLLED(c, 2) x[c][p] = FORMAT == LP_TO_F16 ? floats(parts[c]) * f[0] * f[1] : floats(parts[c]);
         }
         int done = emit_parts<FORMAT, ELEMENT, SPLITS>(x[0], s, out);
         emit_parts<FORMAT, ELEMENT, SPLITS>(x[1], s, out + done * (ELEMENT == E_PAIR ? 2 : 1));
@@ -107,7 +107,7 @@ INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const
 // The factors of W lanes, or of one.
 template <int FORMAT> INLINE void lane_factors(const Source& s, int64_t lane, bool of_lanes, f32v* f) {
     if constexpr (FORMAT == LP_TO_F16)
-        for (int i = 0; i < 2; i++) {
+        UNROLLED(i, 2) {
             const float* at = s.factors + i * (s.lanes + 64) + lane;
             f[i] = all_floats(1);
             if (s.factors) f[i] = of_lanes ? get<f32v>(at) : all_floats(*at);
@@ -137,12 +137,12 @@ template <int TYPE, int ELEMENT> struct Runs {
         else __builtin_memset(copies, 0, sizeof copies);
         for (int i = 0; i < W; i++) {
             if (by_lane && i >= end) {
-                for (int p = 0; p < P; p++) at[i][p] = at[end - 1][p];
+                UNROLLED(p, P) at[i][p] = at[end - 1][p];
                 continue;
             }
             const int64_t offset = by_lane ? s.lane_offset(lane + i) : lane;
             const char* from = s.at + (offset + (along_k ? step : 0)) * SIZE;
-            for (int p = 0; p < P; p++) {
+            UNROLLED(p, P) {
                 const int k = order<ELEMENT>(i, p);
                 at[i][p] = direct ? copies[0] : copies[i] + p * RUN;
                 if (direct && along_k && p * W < steps) at[i][p] = from + p * RUN;
@@ -173,7 +173,7 @@ static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& 
         u32v rows[most_slots(TYPE, ELEMENT, SPLITS)][W], out[most_slots(TYPE, ELEMENT, SPLITS)];
         f32v f[2];
         if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
-        UNROLLED(i, W) {
+        auto row = [&](int i) __attribute__((always_inline)) {
             const char* at[P];
             UNROLLED(p, P) {
                 at[p] = runs.at[i][p] + ahead;
@@ -182,6 +182,11 @@ static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& 
             if (by_lane) lane_factors<FORMAT>(s, lane + i, false, f);
             pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, by_lane, s, f, l.offset, out);
             for (int p = 0; p < slots; p++) rows[p][i] = out[p];
+        };
+        if constexpr (SPLITS || TYPE == LP_C64) {  // whose machine code is large
+            for (int i = 0; i < W; i++) row(i);
+        } else {
+            UNROLLED(i, W) row(i);
         }
         for (int p = 0; p < slots; p++, to += l.slot) {
             if (by_lane != l.of_a) transpose(rows[p]);
@@ -305,7 +310,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
         const bool whole_k = (block + 1) * W * P <= s.steps;
         for (int row = 0; whole_k && row < W; row++) {
             const char* at[P];
-            for (int p = 0; p < P; p++) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + order<ELEMENT>(row, p))) * SIZE;
+            UNROLLED(p, P) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + order<ELEMENT>(row, p))) * SIZE;
             const int64_t ahead = s.next || s.k_offsets || (block + 2) * W * P > s.steps ? s.next : W * P * s.k * SIZE;
             for (int64_t strip = first_strip; strip < end_strip; strip++) {
                 const int64_t first_lane = strip * l.lanes, have = s.lanes - first_lane < l.lanes ? s.lanes - first_lane : l.lanes;
@@ -315,8 +320,8 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
                     u32v out[4];
                     UNROLLED(p, P) __builtin_prefetch(at[p] + ahead, 0, 2);
                     if constexpr (P == 4) int8_dwords(at, out);
-                    for (int v = 0; v < 4; v++) put(tile + lane + v * W, out[v]);
-                    for (int p = 0; p < P; p++) at[p] += 4 * W;
+                    UNROLLED(v, 4) put(tile + lane + v * W, out[v]);
+                    UNROLLED(p, P) at[p] += 4 * W;
                 }
                 for (; lane + W <= have; lane += W) {
                     u32v out[most_slots(TYPE, ELEMENT, SPLITS)];
@@ -326,7 +331,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
                         if (lane * SIZE % 64 == 0) __builtin_prefetch(at[p] + ahead, 0, 2);
                     pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, false, s, f, l.offset, out);
                     for (int p = 0; p < slots; p++) put(tile + p * l.slot + lane, out[p]);
-                    for (int p = 0; p < P; p++) at[p] += W * SIZE;
+                    UNROLLED(p, P) at[p] += W * SIZE;
                 }
             }
         }

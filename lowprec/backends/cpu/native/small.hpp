@@ -41,7 +41,6 @@ template <class U> struct Small {
         };
         const int m = (int)p.m, n = (int)p.n, k = (int)p.k, blocks = (k + P * W - 1) / (P * W);
         const int dwords = (blocks - 1) * W + (int)G::least(k - (blocks - 1) * P * W, W);
-        // Rows of a and b, and vectors of a row of b, in dwords.
         const uint32_t *a = (const uint32_t*)p.a.at, *b = (const uint32_t*)p.b.at;
         int64_t lda = p.a.lane, ldb = p.b.k, vector = W;
         const bool plain = G::adds_nothing(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32);
@@ -70,35 +69,53 @@ template <class U> struct Small {
                 }
         }
         if (FINDS && !(within(extrema[0]) && within(extrema[1]))) return false;
-        constexpr int ROWS = W == 8 ? 4 : 8;
         // The operands of the next product are prefetched by and by: a burst of all would wait for memory.
         const int lines = (SIZE * k * (m > n ? m : n) / 64) / ((m + ROWS - 1) / ROWS * ((n + 2 * W - 1) / (2 * W))) + 1;
-        const char *next_a = p.a.at + p.a.next, *next_b = p.b.at + p.b.next;
-        auto columns = [&](int first, auto vectors) __attribute__((always_inline)) {
-            constexpr int V = decltype(vectors)::value;
-            for (int i = 0; i < m; i += ROWS) {
-                Acc acc[ROWS][V];
-                const uint32_t *row[ROWS], *from = b + first * vector;
-                UNROLLED(r, ROWS) {
-                    row[r] = a + (i + r < m ? i + r : m - 1) * lda;
-                    UNROLLED(v, V) acc[r][v] = begin[first + v];
-                }
-                for (int line = 0; line < lines; line++, next_a += 64, next_b += 64)
-                    __builtin_prefetch(next_a), __builtin_prefetch(next_b);
-                for (int d = 0; d < dwords; d++, from += ldb)
-                    UNROLLED(r, ROWS) {
-                        const u32v dword = all(row[r][d]);
-                        UNROLLED(v, V) acc[r][v] = U::dot(acc[r][v], dword, get<u32v>(from + v * vector));
-                    }
-                UNROLLED(r, ROWS)
-                    if (i + r < m) write<V>(p, acc[r], i + r, first * W, plain);
-            }
-        };
-        for (int v = 0; v * W < n; v += 2) {
-            if ((v + 1) * W < n) columns(v, Int<2>());
-            else columns(v, Int<1>());
-        }
+        Packed packed{a, b, lda, ldb, vector, dwords, lines, plain, begin, p.a.at + p.a.next, p.b.at + p.b.next};
+        if constexpr (AS_STORED) multiply_packed(p, packed);
+        else multiply_shared(p, packed);  // as fast but for the smallest products, and the machine code is large
         return true;
+    }
+
+    // Packed operands: rows of a and b, and vectors of a row of b, in dwords; what sums begin with; the next operands.
+    struct Packed {
+        const uint32_t *a, *b;
+        int64_t lda, ldb, vector;
+        int dwords, lines;
+        bool plain;
+        const Acc* begin;
+        const char *next_a, *next_b;
+    };
+    static constexpr int ROWS = W == 8 ? 4 : 8;
+
+    INLINE void multiply_packed(const lp::Work& p, Packed& x) {
+        for (int v = 0; v * W < p.n; v += 2) {
+            if ((v + 1) * W < p.n) columns<2>(p, x, v);
+            else columns<1>(p, x, v);
+        }
+    }
+    static __attribute__((noinline)) void multiply_shared(const lp::Work& p, Packed& x) { multiply_packed(p, x); }
+
+    // The columns of V vectors from the vector `first` on.
+    template <int V> INLINE void columns(const lp::Work& p, Packed& x, int first) {
+        const int m = (int)p.m;
+        for (int i = 0; i < m; i += ROWS) {
+            Acc acc[ROWS][V];
+            const uint32_t *row[ROWS], *from = x.b + first * x.vector;
+            UNROLLED(r, ROWS) {
+                row[r] = x.a + (i + r < m ? i + r : m - 1) * x.lda;
+                UNROLLED(v, V) acc[r][v] = x.begin[first + v];
+            }
+            for (int line = 0; line < x.lines; line++, x.next_a += 64, x.next_b += 64)
+                __builtin_prefetch(x.next_a), __builtin_prefetch(x.next_b);
+            for (int d = 0; d < x.dwords; d++, from += x.ldb)
+                UNROLLED(r, ROWS) {
+                    const u32v dword = all(row[r][d]);
+                    UNROLLED(v, V) acc[r][v] = U::dot(acc[r][v], dword, get<u32v>(from + v * x.vector));
+                }
+            UNROLLED(r, ROWS)
+                if (i + r < m) write<V>(p, acc[r], i + r, first * W, x.plain);
+        }
     }
 
     // A row of sums of V vectors of columns; `plain` ones are only rounded, to contiguous numbers.

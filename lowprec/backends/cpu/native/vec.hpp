@@ -166,8 +166,8 @@ INLINE void int8_dwords(const char* const* at, u32v* out) {
     std::make_integer_sequence<int, 4 * W> all_bytes;
     std::make_integer_sequence<int, W> lanes;
     bytes row[4], low[2], high[2];
-    for (int i = 0; i < 4; i++) row[i] = get<bytes>(at[i]);
-    for (int i = 0; i < 2; i++) {
+    UNROLLED(i, 4) row[i] = get<bytes>(at[i]);
+    UNROLLED(i, 2) {
         low[i] = interleaved<1, false>(row[2 * i], row[2 * i + 1], all_bytes);
         high[i] = interleaved<1, true>(row[2 * i], row[2 * i + 1], all_bytes);
     }
