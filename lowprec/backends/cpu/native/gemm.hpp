@@ -176,7 +176,7 @@ template <class U> struct Gemm {
                         (is_last ? last : whole)(a + ((k - k0) * j.slots_a + term.a) * M * W, j.slots_a * M * W,
                                                  b + ((k - k0) * j.slots_b + term.b) * N * W, j.slots_b * N * W,
                                                  (end - k - 1) * W + least(rest, W), c + term.plane * M * N, ldc, term.factor,
-                                                 k == k0 ? sums : nullptr, write, next + 256 * (k - k0));
+                                                 sums, write, next + 256 * (k - k0));
                     }
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
