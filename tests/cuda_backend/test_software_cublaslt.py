@@ -58,6 +58,7 @@ def test_products_that_are_refused(cuda, asked, status, words):
     ("kind", "attribute", "number", "words"),
     [
         ("matrix_layout", "COLS", 47, "extents do not fit"),
+        ("matrix_layout", "ROWS", 31, "extents do not fit"),
         ("matrix_layout", "BATCH_COUNT", 2, "batch counts differ"),
         ("matmul_desc", "A_SCALE_POINTER", 256, "scales only for FP8 and FP4"),
         ("matmul_desc", "EPILOGUE", BIAS, "no pointer to it"),
