@@ -197,16 +197,6 @@ class SoftwareGpu(Gpu):
         self.drain()
         return self.software.live()
 
-    def sgemm(self, handle, a, b):
-        """Return a @ b as cuBLAS's own function gives it on a handle, for float32 arrays."""
-        (m, k), n = a.shape, b.shape[1]
-        x, y, z = self.put(a), self.put(b), self.put(np.zeros((m, n), np.float32))
-        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        self.software.cublas.sgemm(
-            handle, 0, 0, n, m, k, one.ctypes.data, y.address, n, x.address, k, zero.ctypes.data, z.address, n
-        )  # fmt: skip
-        return self.get(z)
-
     def same_speed(self):
         self.software.cublas_lt.times = _Always()
 

@@ -1,7 +1,6 @@
 """Products of quantised arrays on a GPU: cuBLASLt's block-scaled modes, and widened operands."""
 
 import gc
-import sys
 from copy import copy
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import lowprec
 import software_cuda
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import TorchGpu, has_real_gpu
-from lowprec.arrays import libraries, library_of
+from lowprec.arrays import library_of
 from lowprec.arrays.quantized import QuantizedArray
 from support import oracles
 
@@ -121,10 +120,7 @@ def test_epilogues_batches_and_results(blackwell, rng, name):
     ("name", "activation"), [("mxfp8", None), ("mxfp8", "relu"), ("nvfp4", None), ("nvfp4", "gelu")]
 )
 def test_cublaslt_adds_a_bias_to_fp4_only_with_an_activation(name, activation):
-    a, b = (
-        lowprec.quantize(np.ones((64, 64), np.float32), name),
-        lowprec.quantize(np.ones((64, 64), np.float32), name, 0),
-    )
+    a, b = (lowprec.quantize(np.ones((64, 64), np.float32), name, axis) for axis in (1, 0))
     plan = lowprec.plan(a, b, bias=lowprec.ShapeDtype((64,), "bfloat16"), activation=activation, device="b200")
     assert runs_on_codes(plan)
     staged = [str(copy.reason) for copy in plan.copies]
@@ -262,24 +258,17 @@ def test_algorithms_are_measured(install, rng, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def both(install, monkeypatch):
-    """A device of compute capability 10.0, and CuPy on it."""
-    gpu = install((10, 0))
-    made = software_cuda.Cupy(gpu.software.runtime)
-    monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.delitem(libraries._INSTANCES, "cupy", raising=False)
-    yield gpu, made
-    libraries._INSTANCES.pop("cupy", None)
-    libraries.BY_TYPE.pop(made.ndarray, None)
+def software(install):
+    """The devices of ``cupy``, too."""
+    return install((10, 0))
 
 
 def on_cupy(cupy, x):
     return QuantizedArray(cupy.asarray(x.codes), cupy.asarray(x.scales), x.format, x.shape, x.axis, x.scale)
 
 
-def test_a_graph_needs_the_scales_in_order(both, rng):
+def test_a_graph_needs_the_scales_in_order(cupy, rng):
     """The first product arranges them, in memory that does not belong to a graph."""
-    cupy = both[1]
     runtime = cupy.runtime
     a, b = quantised(rng, (16, 64), "nvfp4", 1), quantised(rng, (64, 16), "nvfp4", 0)
     with cupy.cuda.Stream() as stream:
@@ -316,9 +305,9 @@ class StreamedBytes(software_cuda.DeviceArray):
 
 
 @pytest.mark.parametrize("widened", [False, True])
-def test_codes_on_another_stream(both, rng, widened, monkeypatch):
+def test_codes_on_another_stream(cupy, rng, widened, monkeypatch):
     """The product waits for codes, scales and widened numbers of another library, and keeps them."""
-    runtime, cupy = both[0].software.runtime, both[1]
+    runtime = cupy.runtime
     a, b = quantised(rng, (16, 64), "mxfp8", 1), quantised(rng, (64, 16), "mxfp8", int(widened))
 
     def widen(x):

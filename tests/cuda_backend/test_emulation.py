@@ -10,10 +10,8 @@ from lowprec.backends.cuda.models import BF16X9, FIXED_POINT
 from lowprec.core import executors
 from lowprec.formats import DType
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
-from lowprec.planning.cublaslt.calls import CublasLtCall
-from software_cuda import tables
-from software_cuda.emulation import DYNAMIC, FIXED, Emulation, bf16x9, fixed_point
-from support import machines, oracles
+from software_cuda.emulation import DYNAMIC, Emulation
+from support import machines
 
 KERNELS = {"bf16x9": BF16X9.name, "fp64_emulated": FIXED_POINT.name}
 CASES = [("bf16x9", "float32"), ("bf16x9", "complex64"), ("fp64_emulated", "float64"), ("fp64_emulated", "complex128")]
@@ -150,18 +148,6 @@ def test_the_descriptor_of_fixed_point_numbers(install, rng, dtype):
     assert lt.live()["emulations"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_the_workspace_is_what_emulation_needs(install, rng, dtype, monkeypatch):
-    gpu = install((9, 0))
-    x = gpu.put(normal(rng, (64, 64), dtype))
-    plan = lowprec.plan(x, x, math_mode="fp64_emulated")
-    assert "IMMA" in dict(plan.algorithm)["units"]
-    monkeypatch.setattr(CublasLtCall, "emulation_bytes", 0)
-    executors.clear_caches()
-    plan = lowprec.plan(x, x, math_mode="fp64_emulated")
-    assert "DMMA" in dict(plan.algorithm)["units"], "with cuBLASLt's usual workspace"
-
-
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.COMPLEX128])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (64, 48, 100), (5000, 3000, 20000), (16384, 16384, 16384)], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
@@ -176,69 +162,3 @@ def test_the_workspace_is_the_documented_bound(dtype, shape, batch):
     wanted = Emulation(max_bits=79).workspace_bytes(n, m, k, batch, is_complex=dtype.is_complex)
     assert found.emulation_bytes == wanted
     assert plain.emulation_bytes == 0
-
-
-# -- the software's own arithmetic ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_nine_products(rng, dtype):
-    """With one term per sum, each product of parts is exact: only the sum of nine rounds, by 2^-24 eight times."""
-    a, b = normal(rng, (1, 30, 1), dtype), normal(rng, (1, 1, 20), dtype)
-    exact = oracles.widen(a) @ oracles.widen(b)
-    found = bf16x9(a, b)
-    assert found.dtype == dtype
-    assert (np.abs(found - exact) <= 3 * 8 * 2.0**-24 * np.abs(a) * np.abs(b)).all()
-    whole = rng.integers(-99, 99, (2, 5, 6)).astype(dtype)
-    np.testing.assert_array_equal(bf16x9(whole, whole.swapaxes(1, 2)), whole @ whole.swapaxes(1, 2))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("bits", [7, 8, 15, 23, 55, 64])
-def test_fixed_numbers_of_bits(rng, dtype, bits):
-    """An operand loses less than 2^(1 - bits) of the largest number of its row or column, by whole 8-bit slices."""
-    a, b = normal(rng, (1, 9, 30), dtype), normal(rng, (1, 30, 7), dtype)
-    exact = a.astype(np.clongdouble) @ b.astype(np.clongdouble)
-    how = Emulation(control=FIXED, max_bits=bits)
-    error = np.abs(fixed_point(a, b, how) - exact)
-    kept = 8 * how.slices - 1
-    assert kept >= bits > kept - 8
-    largest = np.abs(a).max(2, keepdims=True) * np.abs(b).max(1, keepdims=True)
-    # Two components of each number, two operands; then one rounding to float64.
-    limit = 30 * 2 * 2 * 2.0 ** (1 - kept) * largest + 2.0**-52 * np.abs(exact)
-    assert (error <= limit).all()
-    if kept < 40:
-        assert error.max() > limit.min() * 2.0**-9, "these bits are lost"
-
-
-def test_the_dynamic_control_keeps_all_bits_or_is_native(rng):
-    near = rng.uniform(1, 2, (1, 8, 8))
-    exact = near.astype(np.longdouble) @ near.astype(np.longdouble)
-    rounded = fixed_point(near, near, Emulation(max_bits=79))
-    assert (np.abs(rounded - exact) <= 2.0**-53 * exact).all()
-    spread = near * 2.0 ** rng.integers(0, 200, near.shape)
-    for x in (spread, np.where(near > 1.9, np.nan, near), np.full((1, 8, 8), np.inf)):
-        np.testing.assert_array_equal(fixed_point(x, near, Emulation(max_bits=79)), np.matmul(x, near))
-
-
-@pytest.mark.parametrize(
-    ("compute", "attributes", "words"),
-    [(70, {}, "an emulation descriptor with compute type 70"), (79, {3: -3}, "-3 mantissa bits")],
-)
-def test_descriptors_that_are_refused(install, compute, attributes, words):
-    lt = install().software.cublas_lt
-    emulation, operation = lt.emulation_desc_create(), lt.matmul_desc_create(compute, tables.R_64F)
-    handle, layout, wanted = lt.create(), lt.matrix_layout_create(tables.R_64F, 8, 8, 8), lt.matmul_preference_create()
-    for number, value in attributes.items():
-        given = np.array([value], np.int32)
-        lt.emulation_desc_set_attribute(emulation, number, given.ctypes.data, 4)
-    pointer = np.array([emulation], np.uint64)
-    lt.matmul_desc_set_attribute(operation, 38, pointer.ctypes.data, 8)
-    with pytest.raises(lt.cuBLASLtError, match=words):
-        lt.matmul_algo_get_heuristic(handle, operation, *[layout] * 4, wanted, 1, 0, 0)
-    for kind, number in (
-        ("matmul_desc", operation), ("emulation_desc", emulation), ("matrix_layout", layout),
-        ("matmul_preference", wanted),
-    ):  # fmt: skip
-        getattr(lt, f"{kind}_destroy")(number)
-    lt.destroy(handle)

@@ -17,6 +17,8 @@ from support import oracles
 
 A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
 STACK = draw(4, 3, 2, 16, 16).swapaxes(0, 1)
+SPARSE = B * (np.arange(16)[:, None] % 4 < 2)
+HALVES = tuple(x.astype(np.float16) for x in (A, SPARSE, BIAS))
 TRUE = oracles.product(A, B)
 
 
@@ -44,6 +46,10 @@ def prepared(x, y):
     return lowprec.matmul(x, lowprec.prepare(y, math_mode="fp16"), math_mode="fp16")
 
 
+def sparse(x, y, bias):
+    return lowprec.matmul(x, lowprec.prepare(y, sparsity="2:4"), bias=bias)
+
+
 CASES = {
     "in place": Case((A, B), plain, TRUE),
     "fused epilogue": Case((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
@@ -51,6 +57,7 @@ CASES = {
     "scaled, staged": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
     "prepared": Case((A, B), prepared, TRUE),
     "several calls": Case((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
+    "2:4 sparse": Case(HALVES, sparse, oracles.product(A, SPARSE) + BIAS),
     "int8": Case((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
     "fixed-point emulation": Case(
         (A.astype(np.float64), B.astype(np.float64)), lambda x, y: lowprec.matmul(x, y, math_mode="fp64_emulated"), TRUE

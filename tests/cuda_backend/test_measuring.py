@@ -1,11 +1,13 @@
 """Measuring algorithms: the time of the device alone, with operands that are in no cache."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import lowprec
+from cuda_backend.device_fixture import SoftwareArray, span
 from lowprec.backends.cuda import autotune, runtime
 from software_cuda import machine
 
@@ -83,23 +85,22 @@ def test_spinning_has_an_end(software, simulated_time, monkeypatch):
     assert len(cycles) < 100
 
 
-def turns_of(monkeypatch, call, check):
-    """Autotune, with a contest that only looks at the operands of its products."""
+@pytest.fixture
+def products(software, monkeypatch):
+    """The addresses of a, b, c and d of each product, and a function that is called with them before it runs."""
+    cublas_lt, seen = software.software.cublas_lt, SimpleNamespace(addresses=[], check=lambda *_: None)
+    multiply = cublas_lt.matmul
+    software.software.switches.first_algorithm = False
 
-    class Looks:
-        def __init__(self, invocation, handle, stream, turns, *_):
-            self.invocation, self.turns = invocation, turns
+    def noted(*arguments):
+        second, first, c, d = (arguments[i] for i in (3, 5, 8, 10))  # D^T = B^T A^T
+        seen.addresses.append((first, second, c, d))
+        software.software.drain()
+        seen.check()
+        multiply(*arguments)
 
-        def results(self, found, progress):
-            check(self.invocation, self.turns)
-            return (autotune.Measured(0, found[0], times_ms=[1.0]),)
-
-    monkeypatch.setattr(autotune, "Contest", Looks)
-    call()
-
-
-def bytes_of(software, address, nbytes):
-    return software.software.runtime.memory.at(address, nbytes, 0, "test").tobytes()
+    monkeypatch.setattr(cublas_lt, "matmul", noted, raising=False)
+    return seen
 
 
 ARRAYS = {
@@ -112,50 +113,41 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_no_product_reads_cached_operands(software, name, monkeypatch):
+def test_no_product_reads_cached_operands(software, name, products):
     a, b, c = ARRAYS[name]
-    x, y = software.put(a), software.put(b)
-    out = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
-    out = software.put(out[::-1] if a.ndim > 2 else out)
+    host = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    x, y, out = (software.put(z) for z in (a, b, host[::-1] if a.ndim > 2 else host))
     addend = {} if c is None else {"c": software.put(c), "beta": 2.0}
-    given = []
-    seen = []
+    arrays = [x, y, addend.get("c", out), out]
+    lowprec.matmul(x, y, out=out, **addend)
+    places, calls = products.addresses[0], len(products.addresses)  # a batch may need several calls
 
-    def check(invocation, turns):
-        (before,) = given
-        names = [*before._fields[:2], *(["c"] if before.beta else []), "d"]
-        places, _ = autotune._set_layout(invocation, before, tuple(names))
-        used = set()
-        first = next(turns)
-        sets = [first, *itertools.takewhile(lambda x: x != first, turns)]
-        software.software.drain()
-        for operands in sets:
-            for field, place in places.items():
-                source, copy = getattr(before, field), getattr(operands, field)
-                assert copy % 256 == source % 256
-                spanned = range(copy + place.lowest, copy + place.lowest + place.nbytes)
-                assert used.isdisjoint(spanned)
-                used.update(spanned)
-                copied = bytes_of(software, spanned.start, place.nbytes)
-                if field != "d":
-                    assert copied == bytes_of(software, source + place.lowest, place.nbytes)
-            assert before.beta or operands.c == operands.d
-        seen.append(len(used))
+    def check():
+        if len(products.addresses) % calls == 1 % calls:
+            read = zip(arrays[: 2 + (c is not None)], places, products.addresses[-1], strict=False)
+            for source, place, address in read:
+                copy = SoftwareArray(source.address + address - place, source.like, 0, None)
+                np.testing.assert_array_equal(copy.view(), source.view())
 
-    rotated = autotune.rotated
-
-    def noted(invocation, operands, *rest):
-        given.append(operands)
-        return rotated(invocation, operands, *rest)
-
-    monkeypatch.setattr(autotune, "rotated", noted)
-    turns_of(monkeypatch, lambda: lowprec.autotune(x, y, out=out, **addend), check)
+    products.check = check
+    lowprec.autotune(x, y, out=out, candidates=1, **addend)
+    first, *others = products.addresses[calls::calls]
+    turns = [first, *itertools.takewhile(lambda turn: turn != first, others)]
+    used = set()
+    for turn in turns:
+        for source, place, address in zip(arrays, places, turn, strict=True):
+            assert (address - place) % 256 == 0
+            below, above = span(source.like)
+            start = source.address + address - place
+            used.add((start - below, start + above))
+    assert len(used) == len(turns) * (3 if c is None else 4)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(used)))
     # A set is rounded up to the alignment of each array.
-    assert seen[0] > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
+    assert sum(end - start for start, end in used) > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
 
 
 @pytest.mark.parametrize("reason", ["large", "too little memory"])
-def test_operands_that_are_not_copied(software, reason, monkeypatch):
+def test_operands_that_are_not_copied(software, reason, products, monkeypatch):
     if reason == "large":
         monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
     else:
@@ -168,12 +160,6 @@ def test_operands_that_are_not_copied(software, reason, monkeypatch):
 
         monkeypatch.setattr(autotune.memory, "temporary", only_small)
     x = software.put(A)
-    seen = []
-
-    def check(invocation, turns):
-        seen.extend(itertools.islice(turns, 3))
-
-    turns_of(monkeypatch, lambda: lowprec.autotune(x, x), check)
-    assert {(o.first, o.second) for o in seen} == {(x.address, x.address)}
-    assert len({o.d for o in seen}) == 1
-    assert seen[0].d != x.address
+    lowprec.autotune(x, x, candidates=1)
+    ((first, second, _, d),) = set(products.addresses)
+    assert first == second == x.address != d

@@ -1,9 +1,7 @@
 """The pool of device memory: when memory is reused, how long objects are held, and the state after a failure."""
 
 import contextlib
-import threading
 import weakref
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from lowprec.backends.cuda import memory
 from lowprec.errors import BackendError, DeviceMemoryError
 from software_cuda import DeviceModel, Software
 from software_cuda.streams import nothing
-from support.programs import in_threads, run_python
+from support.programs import run_python
 
 GPU, OTHER_GPU = Device(2, 0), Device(2, 1)
 LEGACY = 1
@@ -152,21 +150,6 @@ def test_after_a_failed_capture_its_memory_is_not_freed(cuda):
     assert ("cudaFree", address) not in cuda.logged()
 
 
-def test_unused_memory_is_freed_when_there_is_too_little(cuda):
-    held = memory.allocate(6 * MIB, GPU, cuda.first)
-    for stream in (cuda.first, cuda.second):
-        memory.allocate(5 * MIB, GPU, stream)
-    cuda.recorder.log.clear()
-    with memory.temporary(9 * MIB, 0, cuda.first) as address:
-        assert cuda.names() == [
-            "cudaMallocFromPoolAsync", *["cudaEventSynchronize"] * 2, "cudaFree", "cudaFree",
-            "cudaMemPoolTrimTo", "cudaDeviceGraphMemTrim", "cudaMallocFromPoolAsync",
-        ]  # fmt: skip
-        assert sorted(cuda.addresses()) == sorted([held.address, address])
-    with pytest.raises(DeviceMemoryError, match=r"cuda:0 has less than 12\.0 MiB of free memory"):
-        memory.allocate(12 * MIB, GPU, cuda.first)
-
-
 @pytest.fixture
 def three_mib(cuda, monkeypatch):
     """At most 3 MiB may be dead on device 0."""
@@ -286,27 +269,6 @@ def test_release_frees_all_but_living_blocks(cuda):
     assert {x[1] for x in cuda.logged("cudaDeviceGraphMemTrim")} == {0, 1}
 
 
-def test_blocks_from_many_threads(cuda):
-    in_use = set()
-    lock = threading.Lock()
-
-    def work(_):
-        for n in range(50):
-            blocks = [memory.allocate(x, GPU, cuda.first) for x in (n * 8, 64)]
-            addresses = {x.address for x in blocks}
-            with lock:
-                assert len(addresses) == 2
-                assert not in_use & addresses
-                in_use.update(addresses)
-            with lock:
-                in_use.difference_update(addresses)
-                del blocks
-
-    in_threads(8, work)
-    memory.release()
-    assert cuda.addresses() == []
-
-
 # -- order ----------------------------------------------------------------------------------------
 
 
@@ -398,22 +360,6 @@ def test_owners_are_held_where_no_event_can_be_recorded(cuda):
     assert alive() == 2
 
 
-def test_objects_that_use_the_pool_when_they_are_released(cuda):
-    class Nested:
-        def __del__(self):
-            memory.keep([object()], cuda.first, GPU)
-            found.append(memory.release_finished())
-
-    found = []
-    for _ in range(2):
-        memory.keep([Nested()], cuda.first, GPU)
-    cuda.drain()
-    memory.release_finished()
-    cuda.drain()
-    memory.release()
-    assert len(found) == 2
-
-
 def test_operands_released_by_another_thread_meanwhile(cuda, monkeypatch):
     events = memory._pool(GPU.index).events
     cuda.keep_busy(cuda.first)
@@ -427,31 +373,6 @@ def test_operands_released_by_another_thread_meanwhile(cuda, monkeypatch):
     monkeypatch.setattr(memory.runtime, "event_is_done", release_first)
     memory.release_finished()
     assert len(events) == 1
-
-
-def test_operands_kept_by_many_threads(cuda):
-    """None is released before its work is done."""
-
-    class Operand:
-        def __init__(self, done):
-            self.done = done
-
-        def __del__(self):
-            early.append(not self.done)
-
-    early = []
-
-    def work(number):
-        stream = (cuda.first, cuda.second)[number % 2]
-        for _ in range(40):
-            done = []
-            with cuda.runtime.lock:
-                cuda.runtime.enqueue(cuda.runtime.stream(stream), "work", partial(done.append, True))
-            memory.keep([Operand(done)], stream, GPU)
-
-    in_threads(8, work)
-    memory.release()
-    assert early == [False] * 320
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -2,38 +2,29 @@
 
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays import device_memory
+from lowprec.arrays.dlpack import export
 from lowprec.arrays.view import Device
 from lowprec.backends.cuda import libraries as module
 from lowprec.formats import DType
-
-pytest.importorskip("nvmath", reason="nvmath-python is not installed")
 
 
 class OnDevice:
     """An array on cuda:0 that is known by DLPack alone."""
 
-    def __init__(self):
-        self.host = np.ones((4, 4), np.float32)
-
     def __dlpack_device__(self):
         return (2, 0)
 
     def __dlpack__(self, *, stream=None, max_version=None):
-        block = SimpleNamespace(address=self.host.ctypes.data, used_on=lambda _: None)
-        memory = SimpleNamespace(allocate=lambda *_: block)
-        with mock.patch.object(device_memory, "provider", return_value=memory):
-            array = device_memory.DeviceArray((4, 4), DType.FLOAT32, Device(2, 0), 1)
-        return array.__dlpack__(stream=-1, max_version=max_version)
+        host = np.ones((4, 4), np.float32)
+        return export(host, DType.FLOAT32, max_version, device=Device(2, 0), copied=False)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh():
     """The modules are loaded again, and restored at the end."""
     before = module.use(None)
@@ -71,38 +62,23 @@ def refuse(error, words):
     np.testing.assert_array_equal(lowprec.matmul(host, host), host)
 
 
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"])
 def test_python_packages(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     refuse(lowprec.BackendError, r'need nvmath-python.*extra cuda13 \(in a clone: pip install "\.\[cuda13\]"')
 
 
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("found", "words"),
     [
         (Runtime("cudaErrorNoDevice"), "none is visible.*CUDA_VISIBLE_DEVICES, or keep the arrays"),
         (Runtime("cudaSuccess", 0), "none is visible.*CUDA_VISIBLE_DEVICES, or keep the arrays"),
-        (
-            Runtime("cudaErrorInsufficientDriver", driver=0),
-            "^no NVIDIA driver was found; install one .*, or keep the arrays in host memory",
-        ),
-        (
-            Runtime("cudaErrorInsufficientDriver", driver=12040),
-            r"driver is too old: it supports CUDA 12\.4, .* for CUDA 13\.5; .*lowprec's extra cuda12",
-        ),
-        (
-            Runtime("cudaErrorInitializationError"),
-            r"initialised \(cudaErrorInitializationError: initialization error\).*forked.*spawn",
-        ),
-        (
-            Runtime("cudaErrorSystemNotReady"),
-            r"cannot be used \(cudaErrorSystemNotReady: system not yet initialized\); check nvi",
-        ),
-        (Runtime("cudaErrorStubLibrary"), r"cannot be used \(cudaErrorStubLibrary: CUDA driver is a stub library\)"),
+        (Runtime("cudaErrorInsufficientDriver", driver=0), "^no NVIDIA driver was found; install one .*, or keep"),
+        (Runtime("cudaErrorInsufficientDriver", driver=12040), r"supports CUDA 12\.4, .* for CUDA 13\.5; .*cuda12"),
+        (Runtime("cudaErrorInitializationError"), r"\(cudaErrorInitializationError: initial.*\).*forked.*spawn"),
+        (Runtime("cudaErrorSystemNotReady"), r"cannot be used \(cudaErrorSystemNotReady: system not.*\); check nvi"),
     ],
-    ids=["no device", "0 devices", "no driver", "old driver", "forked", "not ready", "stub"],
+    ids=["no device", "0 devices", "no driver", "old driver", "forked", "not ready"],
 )
 def test_driver_and_devices(monkeypatch, found, words):
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", found)
@@ -113,7 +89,6 @@ def _absent():
     raise RuntimeError("libcublasLt.so.13: cannot open shared object file")
 
 
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("get_version", "words"),
     [
@@ -125,10 +100,3 @@ def test_cublas(monkeypatch, get_version, words):
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaSuccess", 1))
     monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", SimpleNamespace(get_version=get_version))
     refuse(lowprec.BackendError, words)
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_handle_for_users(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaErrorNoDevice"))
-    with pytest.raises(lowprec.DeviceError, match="none is visible"):
-        lowprec.cublas_handle()

@@ -202,6 +202,7 @@ def any_gpu(request):
 
 @pytest.mark.feature("mode {mode}")
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
 def test_products_are_those_of_the_rounded_numbers(any_gpu, mode):
     check_products(any_gpu, mode)
 
@@ -275,7 +276,7 @@ def test_numbers_that_are_not_finite_and_large_scales(gpu, mode):
 
 
 def test_integers_whose_sums_exceed_int32(gpu):
-    a = np.full((2, 140000), 127, np.float32)
+    a = np.full((1, 140000), 127, np.float32)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(a.T), math_mode="int8"))
     assert np.allclose(found, 140000 * 127.0**2, rtol=1e-3)
 
@@ -334,6 +335,7 @@ def test_each_step_has_its_random_numbers(gpu, rng):
 #: By device and mode: the types that are multiplied, and cuBLASLt's modes of the scales of ``b`` and ``a``.
 UNITS = [
     ("a100", "fp8", "bfloat16", ("", "")),
+    ("a100", "int8", "int8", ("", "")),
     ("l40s", "fp8", "float8_e4m3fn", ("SCALAR_32F", "SCALAR_32F")),
     ("l40s", "fp8_rows", "float8_e4m3fn", ("", "")),
     ("l40s", "fp8_blocks", "float32", ("", "")),
@@ -357,6 +359,7 @@ def test_units_of_each_device(device, mode, multiplied, modes):
     a = lowprec.ShapeDtype((256, 256), "float32")
     plan = lowprec.plan(a, a, math_mode=mode, device=device)
     assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
+    assert "a kernel quantises it" in str(plan)
     assert plan.call.scale_modes == modes
     assert plan.call.pack_a.nbytes == plan.call.second.nbytes(256 * 256)
     assert multiplied_format(plan) == multiplied.replace("nvfp4", "bfloat16")  # of which profiles count the units
@@ -405,14 +408,3 @@ def test_a_cublaslt_without_the_scale_modes(any_gpu, mode, monkeypatch):
     found = any_gpu.get(lowprec.matmul(any_gpu.put(a), any_gpu.put(b), math_mode=mode))
     x, y = operands(a, b, mode)
     assert close(found, x @ y, x, y)
-
-
-def test_a_plan_says_what_operands_become():
-    a = lowprec.ShapeDtype((256, 256), "float32")
-    for mode, words in (("mxfp8", "bfloat16"), ("int8", "int8"), ("fp8_blocks", "float32")):
-        plan = lowprec.plan(a, a, math_mode=mode, device="a100")
-        assert plan.a_becomes.endswith(f"multiplied as {words}")
-        assert {c.operand for c in plan.copies} >= {"a", "b"}
-        assert "a kernel quantises it" in str(plan)
-    with pytest.raises(lowprec.UnsupportedError, match="fp8_blocks sums k in pieces of 128; omit k_chunk="):
-        lowprec.plan(a, a, math_mode="fp8_blocks", device="a100", k_chunk=64)

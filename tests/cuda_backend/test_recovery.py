@@ -162,9 +162,6 @@ def test_a_sum_of_no_products_is_zero(gpu, mode):
 def test_chunks_of_the_inner_dimension_are_summed(gpu, mode, dtype, order):
     rng = np.random.default_rng(0)
     a, b, c = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,)))
-    if order[0] == "t":
-        a = np.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2)
-    if order[1] == "t":
-        b = np.ascontiguousarray(b.swapaxes(1, 2)).swapaxes(1, 2)
+    a, b = laid(a, order[0]), laid(b, order[1])
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), beta=2.0, math_mode=mode, k_chunk=16))
     np.testing.assert_array_equal(found, oracles.product(a, b) + 2 * c)

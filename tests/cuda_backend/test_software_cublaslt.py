@@ -9,29 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from software_cuda import DeviceModel, Software, tables
+from software_cuda import Software
 from software_cuda.asking import BIAS, RELU, Asked, Data, prepared, refusal
-from software_cuda.tables import C_32F, R_8F_E4M3, R_8F_E5M2, R_8I, R_16F, R_32F, R_32I, R_64F
+from software_cuda.tables import R_8F_E4M3, R_8F_E5M2, R_8I, R_16F, R_32F, R_32I, R_64F
 
 INVALID_VALUE, INTERNAL_ERROR, NOT_SUPPORTED = 7, 14, 15
 FP8 = Asked(op_a=1, a=R_8F_E4M3, b=R_8F_E4M3)
 INT8 = Asked(op_a=1, compute=72, scale=R_32I, a=R_8I, b=R_8I, c=R_32I, d=R_32I)
 DOUBLE = Asked(compute=70, scale=R_64F, a=R_64F, b=R_64F, c=R_64F, d=R_64F)
-COMPLEX = Asked(scale=C_32F, a=C_32F, b=C_32F, c=C_32F, d=C_32F)
-
-
-@pytest.mark.parametrize(("text", "flags"), [("0", tables.FMA), ("1", tables.HMMA), (None, tables.HMMA)])
-def test_the_override_of_tf32_is_read_at_the_first_handle(cuda, monkeypatch, text, flags):
-    if text is not None:
-        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
-    lt, found = cuda.cublas_lt, np.zeros(1, np.uint64)
-    with prepared(cuda, Asked(compute=77)) as product:
-        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-        lt.destroy(lt.create())
-        data = np.frombuffer(product.search()[0][0], np.uint8).copy()
-        name = lt.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS
-        lt.matmul_algo_cap_get_attribute(data.ctypes.data, name, found.ctypes.data, 8, 0)
-    assert int(found[0]) & 0xFF == flags
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -41,27 +26,20 @@ def test_the_override_of_tf32_is_read_at_the_first_handle(cuda, monkeypatch, tex
     ("asked", "status", "words"),
     [
         (Asked(b=R_16F), NOT_SUPPORTED, "no such combination"),
-        (Asked(c=R_16F), NOT_SUPPORTED, "no such combination"),
         (Asked(a=R_8F_E5M2, b=R_8F_E5M2), NOT_SUPPORTED, "no such combination"),
         (Asked(gap=(-1, 0, 0, 0)), INVALID_VALUE, "A: leading dimension 31"),
-        (Asked(gap=(0, 0, 0, -1)), INVALID_VALUE, "D: leading dimension"),
         (Asked(order=(0, 1, 0, 0), gap=(0, -1, 0, 0)), INVALID_VALUE, "B: leading dimension 15"),
         (Asked(m=0), INVALID_VALUE, "nothing in"),
-        (Asked(batch=2, strides=(None, None, None, 0)), INVALID_VALUE, "D overlaps itself"),
         (Asked(batch=2, strides=(None, None, None, 511)), INVALID_VALUE, "D overlaps itself"),
         (Asked(order=(0, 0, 0, 1), epilogue=BIAS), NOT_SUPPORTED, "row-major D"),
-        (Asked(order=(0, 0, 0, 1), epilogue=RELU), NOT_SUPPORTED, "row-major D"),
         (Asked(epilogue=BIAS, bias_type=R_16F), NOT_SUPPORTED, "bias of type"),
         (replace(FP8, epilogue=BIAS, bias_type=R_32F), NOT_SUPPORTED, "bias of type 0, not 14"),
         (replace(DOUBLE, epilogue=BIAS), NOT_SUPPORTED, "epilogue"),
-        (replace(COMPLEX, epilogue=RELU), NOT_SUPPORTED, "epilogue"),
         (replace(INT8, epilogue=RELU), NOT_SUPPORTED, "epilogue"),
         (replace(FP8, op_a=0), NOT_SUPPORTED, "FP8 and FP4 kernels are TN"),
-        (replace(FP8, op_b=1), NOT_SUPPORTED, "FP8 and FP4 kernels are TN"),
         (replace(FP8, order=(0, 0, 1, 1)), NOT_SUPPORTED, "FP8 and FP4 kernels are column-major"),
         (replace(FP8, k=24), NOT_SUPPORTED, "multiples of 16 bytes"),
         (replace(FP8, k=24, gap=(8, 8, 0, 0)), NOT_SUPPORTED, "steps of 16 bytes"),
-        (replace(FP8, gap=(8, 0, 0, 0)), NOT_SUPPORTED, "multiples of 16 bytes"),
         (replace(FP8, alignment=8), NOT_SUPPORTED, "no algorithm for pointers"),
         (replace(INT8, op_a=0), NOT_SUPPORTED, "int8 kernels are TN"),
         (replace(INT8, k=18), NOT_SUPPORTED, "multiples of 4"),
@@ -93,11 +71,6 @@ def test_descriptors_that_are_refused(cuda, kind, attribute, number, words):
         with pytest.raises(cuda.cublas_lt.cuBLASLtError, match=words) as caught:
             product.search()
     assert caught.value.status == INVALID_VALUE
-
-
-def test_float8_needs_its_devices():
-    cuda = Software([DeviceModel(capability=(8, 0))])
-    assert "no FP8 on compute capability (8, 0)" in str(refusal(cuda, FP8))
 
 
 @pytest.mark.parametrize(("version", "refuses"), [(120900, False), (130000, True)])
@@ -192,24 +165,6 @@ def test_two_streams_with_one_workspace(cuda, shares):
     cuda.faults.clear()
 
 
-def test_an_algorithm_is_for_its_types_and_its_device(cuda):
-    lt = cuda.cublas_lt
-    with prepared(cuda, Asked()) as product, prepared(cuda, Asked(compute=77)) as other:
-        algorithm, workspace = product.search()[0]
-        data, result = np.frombuffer(algorithm, np.uint8).copy(), lt.MatmulHeuristicResult(1)
-
-        def check_it(x):
-            lt.matmul_algo_check(x.handle, x.operation, *x.layouts, data.ctypes.data, result.ptr)
-
-        check_it(product)
-        assert int(np.atleast_1d(result.workspace_size)[0]) == workspace
-        with pytest.raises(lt.cuBLASLtError, match="for other types"):
-            check_it(other)
-        data[:] = 0
-        with pytest.raises(lt.cuBLASLtError, match="no algorithm of this library"):
-            check_it(product)
-
-
 # -- handles and descriptors ----------------------------------------------------------------------
 
 
@@ -235,9 +190,7 @@ def test_invalid_objects_and_attributes_are_refused(cuda):
             (lt.matmul_desc_set_attribute, (attribute, pointer, 8), "has 4 bytes, not 8"),
             (lt.matmul_desc_set_attribute, (attribute, 0, 4), "a null pointer"),
             (lt.matmul_desc_set_attribute, (63, pointer, 4), "no attribute 63$"),
-            (lt.matmul_desc_get_attribute, (63, pointer, 4, 0), "no attribute 63$"),
             (lt.matmul_desc_get_attribute, (attribute, pointer, 8, 0), "has 4 bytes, not 8"),
-            (lt.matmul_desc_get_attribute, (attribute, 0, 4, 0), "a null pointer"),
         ):
             with pytest.raises(lt.cuBLASLtError, match=words) as caught:
                 function(product.operation, *arguments)

@@ -8,8 +8,7 @@ import pytest
 import lowprec
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import draw
-from lowprec.arrays import Device
-from lowprec.backends.cuda import handles, memory
+from lowprec.backends.cuda import handles
 from support import oracles
 from support.programs import run_python
 
@@ -79,16 +78,6 @@ def test_a_thread_without_a_context(software, device, mode):
     assert context is None
     runtime.contexts |= others
     np.testing.assert_array_equal(software.get(found), TRUE)
-
-
-def test_the_context_of_another_device_is_restored(software):
-    runtime = software.software.runtime
-    in_a_thread(lambda: memory.own_stream(Device(2, 1)))
-    assert runtime.contexts == {1}  # of that device alone
-    runtime.cudaSetDevice(0)
-    a = software.put(A, 1)
-    np.testing.assert_array_equal(software.get(lowprec.matmul(a, a)), oracles.product(A, A))
-    assert runtime.context == 0
 
 
 MIB = 1 << 20

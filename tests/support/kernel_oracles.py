@@ -8,6 +8,7 @@ import numpy as np
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import runtime
 from lowprec.planning import MatrixStack
+from support.oracles import nans
 
 _CANARY = 0xA5
 _MARGIN = 64
@@ -23,18 +24,30 @@ def stack_of(array, dtype):
 
 
 def random_bits(rng, dtype, size):
-    """Return numbers of every kind: any bits at all, NaN and infinities among them."""
-    return rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
+    """Return numbers of every kind: any bits at all, infinities and every class of NaN among them."""
+    found = rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
+    return with_nans(found) if dtype.format is not None and dtype.itemsize > 1 else found
 
 
 def random_numbers(rng, dtype, size):
-    """Return finite numbers of ordinary size."""
+    """Return finite numbers of ordinary size, and integers of any."""
     if dtype.format is None:
-        return rng.integers(-100, 100, size).astype(NUMPY_DTYPES[dtype])
+        limits = np.iinfo(NUMPY_DTYPES[dtype])
+        return rng.integers(limits.min, limits.max, size, NUMPY_DTYPES[dtype], endpoint=True)
     values = rng.standard_normal(size)
     if dtype.is_complex:
         values = values + 1j * rng.standard_normal(size)
     return values.astype(NUMPY_DTYPES[dtype])
+
+
+def with_nans(numbers):
+    """Put NaN of every class, infinities, a zero, and the limits of float16 and float32 among the numbers."""
+    parts = numbers.view(numbers.real.dtype)
+    with np.errstate(over="ignore"):
+        special = np.array([np.inf, -np.inf, -0.0, 65519.9, 65520, 3e38, -3e38, 1e-45]).astype(parts.dtype)
+    special = np.concatenate([special, nans(parts.dtype)])[: len(parts[::3])]
+    parts[: 3 * len(special) : 3] = special
+    return numbers
 
 
 def address(array):
@@ -61,6 +74,7 @@ LAYOUTS = {
     "every third, columns": ("bcr", 1, 3, False),
     "backwards": ("brc", 1, 1, True),
     "backwards, columns": ("bcr", 1, 1, True),
+    "gaps": ("brc", 1, 1, False),
 }
 
 
@@ -72,7 +86,7 @@ def lay_out(values, shape, layout, offset=0):
     strides, reach = [0] * len(shape), step
     for number, axis in enumerate(reversed(axes)):
         strides[axis] = reach
-        reach *= max(1, shape[axis])
+        reach *= max(1, shape[axis]) + (layout == "gaps")
         if number == 0 and pad > 1:
             reach += -reach % 16 + 16
     memory = aligned(reach, values.dtype, offset)
@@ -318,7 +332,11 @@ def with_epilogue(spec, product, c, bias, exponents, alpha, beta):
             x = x + (addend if beta == 1 else _times(addend, beta))
         if bias is not None:
             addend = bias.astype(np.float32) if bias.dtype == ml_dtypes.bfloat16 else bias
-            x = x + addend.astype(dtype)  # of integers too small to saturate
+            if dtype.kind == "i":  # saturates
+                limits = np.iinfo(dtype)
+                x = np.clip(x.astype(np.int64) + addend, limits.min, limits.max).astype(dtype)
+            else:
+                x = x + addend.astype(dtype)
         if spec.activation == "relu":
             x = np.where(x < 0, dtype.type(0), x)
         elif spec.activation == "gelu":

@@ -28,7 +28,6 @@ class RecordingCompiler:
         self.launched: list[tuple[Any, ...]] = []
         #: Number of arguments of each launched kernel, by its code.
         self.arguments: dict[bytes, int] = {}
-        self.described: set[int] = set()
         self.refuses: tuple[bytes, ...] = ()
         self.error: str | None = None
         self.ProgramOptions = dict
@@ -67,7 +66,6 @@ class RecordingCompiler:
         arguments = [c_int64.from_address(x).value for x in addresses]
         self.launched.append((stream, tuple(extents), kernel.name, *arguments))
         self.arguments[kernel.code] = len(arguments)
-        self.described.add(parameters)
         return (0,)
 
 
