@@ -17,7 +17,6 @@ from software_cuda.recorder import Refusal
 
 NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
 _PREF = real.MatmulPreferenceAttribute
-_CAP = real.MatmulAlgoCapAttribute
 #: The configuration has the real libraries' layout, so that they read it, too; the rest is our own.
 _FORMAT = struct.Struct("<IIIII14xHQQ8s4s")
 _MAGIC = b"soft"
@@ -51,15 +50,6 @@ class Algorithm:
         if magic != _MAGIC:
             raise Refusal(INVALID_VALUE, "these 64 bytes are no algorithm of this library")
         return cls(*fields)
-
-    def capabilities(self):
-        """Return the values of ``MatmulAlgoCapAttribute``."""
-        return {
-            _CAP.NUMERICAL_IMPL_FLAGS: self.flags,
-            **{_CAP[f"MIN_ALIGNMENT_{x}_BYTES"]: self.alignment for x in "ABCD"},
-            _CAP.SPLITK_SUPPORT: int(self.split_k > 1),
-            _CAP.STRIDED_BATCH_SUPPORT: 1,
-        }
 
 
 class Template(NamedTuple):

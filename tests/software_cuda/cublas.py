@@ -10,17 +10,7 @@ from nvmath.bindings import cublas as real
 from software_cuda import tables
 from software_cuda.algorithms import candidates
 from software_cuda.arithmetic import Call, round_tf32
-from software_cuda.objects import (
-    EXECUTION_FAILED,
-    INTERNAL_ERROR,
-    INVALID_VALUE,
-    NOT_SUPPORTED,
-    Handle,
-    Registry,
-    Use,
-    error_text,
-    read_host,
-)
+from software_cuda.objects import EXECUTION_FAILED, INVALID_VALUE, NOT_SUPPORTED, Handle, Registry, Use, read_host
 from software_cuda.problem import Matrix, Problem, validate
 from software_cuda.recorder import Refusal, function
 
@@ -30,23 +20,12 @@ _FLAG = 16
 _TF32 = 3
 
 
-class SoftwareError(real.cuBLASError):
-    """The bindings' error, with a text of its own."""
-
-    def __init__(self, status, reason):
-        self.status = int(status)
-        Exception.__init__(self, error_text(self.status, reason))
-
-
 class Cublas(Registry):
-    cuBLASError = real.cuBLASError
+    error_kind = "cuBLASError"
     handle_kind = "cuBLAS handle"
 
     def __init__(self, recorder, runtime):
         super().__init__("cublas", real, recorder, runtime)
-
-    def error(self, status, reason):
-        return SoftwareError(status or INTERNAL_ERROR, reason)
 
     def live(self):
         return {"cublas_handles": self.count(self.handle_kind)}

@@ -134,9 +134,9 @@ class CublasLt(Objects):
 
     @function
     def matmul_algo_cap_get_attribute(self, algo, attribute, *rest):
-        values = Algorithm.unpack(read_host(algo, real.matmul_algo_dtype.itemsize)).capabilities()
-        dtype = real.get_matmul_algo_cap_attribute_dtype(attribute)
-        write_attribute(np.array(values[attribute], dtype).tobytes(), *rest)
+        found = Algorithm.unpack(read_host(algo, real.matmul_algo_dtype.itemsize))
+        assert attribute == real.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS, "others are not modelled"
+        write_attribute(np.uint64(found.flags).tobytes(), *rest)
 
     # -- the product ------------------------------------------------------------------------------
 

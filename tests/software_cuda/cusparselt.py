@@ -15,7 +15,7 @@ from nvmath.bindings import cusparseLt as real
 
 from software_cuda import tables
 from software_cuda.arithmetic import strided
-from software_cuda.objects import ALLOC_FAILED, Handle, Object, Registry, Use, read_host
+from software_cuda.objects import ALLOC_FAILED, Handle, Object, Registry, Use, error_of, read_host
 from software_cuda.problem import Matrix
 from software_cuda.recorder import Fault, Refusal, function
 
@@ -28,14 +28,6 @@ class Status(IntEnum):
     ARCH_MISMATCH = 4
     INTERNAL_ERROR = 7
     NOT_SUPPORTED = 10
-
-
-class SoftwareSparseError(real.cuSPARSELtError):
-    """The bindings' error, with a text of its own."""
-
-    def __init__(self, status, reason):
-        self.status = int(status)
-        Exception.__init__(self, f"{Status(self.status).name} ({self.status}): {reason}")
 
 
 HANDLE, MATRIX, OPERATION, SELECTION, PLAN = KINDS = (
@@ -84,7 +76,6 @@ class _Sparse:
 class CusparseLt(Registry):
     """Replaces ``nvmath.bindings.cusparseLt``; if ``is_missing``, every function fails as without the library."""
 
-    cuSPARSELtError = real.cuSPARSELtError
     handle_kind = HANDLE
     harmless = frozenset({"get_matmul_desc_attribute_dtype", "get_matmul_alg_attribute_dtype"})
 
@@ -98,7 +89,7 @@ class CusparseLt(Registry):
         if not isinstance(status, Status):  # of the registry, in cuBLAS's numbers
             known = {None: Status.INTERNAL_ERROR, ALLOC_FAILED: Status.ALLOC_FAILED}
             status = known.get(status, Status.INVALID_VALUE)
-        return SoftwareSparseError(status, reason)
+        return error_of(real.cuSPARSELtError, status, f"{status.name} ({status}): {reason}")
 
     def live(self):
         return {f"{kind}s": self.count(kind) for kind in KINDS}
