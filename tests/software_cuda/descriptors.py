@@ -46,11 +46,8 @@ class Objects(Registry):
         self.tf32_forbidden: bool | None = None
 
     def live(self):
-        counted = {
-            "handles": "handle", "descriptors": DESCRIPTOR, "layouts": LAYOUT, "preferences": PREFERENCE,
-            "emulations": EMULATION,
-        }  # fmt: skip
-        return {name: self.count(kind) for name, kind in counted.items()}
+        names = ("handles", "descriptors", "layouts", "preferences", "emulations")
+        return {name: self.count(kind) for name, kind in zip(names, ("handle", *KINDS), strict=True)}
 
     @function
     def get_version(self):

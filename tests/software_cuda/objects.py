@@ -5,8 +5,6 @@ import itertools
 import threading
 from typing import Any
 
-import numpy as np
-
 from software_cuda.recorder import Part, Refusal
 
 # ``cublasStatus_t``.
@@ -43,9 +41,9 @@ class Object:
         self.readers: set[int] = set()
         self.attributes: dict[int, bytes] = {}
 
-    def get(self, member, dtype, default):
-        data = self.attributes.get(int(member))
-        return default if data is None else int(np.frombuffer(data, dtype)[0])
+    def numbers(self, enumeration):
+        """Return the attributes that were set, by name."""
+        return {enumeration(x).name: int.from_bytes(y, "little", signed=True) for x, y in self.attributes.items()}
 
 
 class Handle(Object):

@@ -73,7 +73,7 @@ class RecordingCompiler:
 
 def runtime(capability=(9, 0)):
     """Return CUDA's runtime on a machine with one device."""
-    return Runtime(Recorder(), [DeviceModel(capability=capability)], "lazy")
+    return Runtime(Recorder(), [DeviceModel(capability=capability)])
 
 
 @contextmanager
