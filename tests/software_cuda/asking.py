@@ -113,12 +113,6 @@ class Prepared:
         )  # fmt: skip
         alpha[:] = beta[:] = 77  # they were read when the call was made
 
-    def close(self):
-        for layout in self.layouts:
-            self.lt.matrix_layout_destroy(layout)
-        self.lt.matmul_desc_destroy(self.operation)
-        self.lt.destroy(self.handle)
-
 
 @contextmanager
 def prepared(cuda, asked):
@@ -126,7 +120,10 @@ def prepared(cuda, asked):
     try:
         yield found
     finally:
-        found.close()
+        for layout in found.layouts:
+            found.lt.matrix_layout_destroy(layout)
+        found.lt.matmul_desc_destroy(found.operation)
+        found.lt.destroy(found.handle)
 
 
 class Data:

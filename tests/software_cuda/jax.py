@@ -83,7 +83,7 @@ class Jax(ModuleType):
         if stream is not None:
             with self.runtime.lock:
                 ready = self.runtime.enqueue(self.runtime.stream_of(index, stream), "record", nothing)
-        return self._array(_Buffer(device, memory, ready), device, committed=True)
+        return self._array(_Buffer(memory, ready), device, committed=True)
 
 
 class _Device:
@@ -100,7 +100,7 @@ class _Device:
     def empty(self, shape, dtype):
         """Return new memory, freed in the order of the compute stream."""
         memory = empty(self.jax.runtime, shape, dtype, self.id, self.computing)
-        return _Buffer(self, memory, None)
+        return _Buffer(memory)
 
     def compute(self, function, operands, result):
         """Queue the writing of a result. What is queued holds no memory: the order of the stream protects it."""
@@ -121,8 +121,7 @@ class _Device:
 class _Buffer:
     """Memory of a device, when it is ready, and how many capsules hold it."""
 
-    def __init__(self, device, memory, ready):
-        self.device = device
+    def __init__(self, memory, ready=None):
         self.memory = memory
         self.ready = ready
         self.holds: list[None] = []
