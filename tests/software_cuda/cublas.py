@@ -10,7 +10,7 @@ from nvmath.bindings import cublas as real
 from software_cuda import tables
 from software_cuda.algorithms import candidates
 from software_cuda.arithmetic import Call
-from software_cuda.objects import EXECUTION_FAILED, INVALID_VALUE, NOT_SUPPORTED, Handle, Registry, Use, read_host
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Handle, Registry, Use, read_host
 from software_cuda.problem import Matrix, Problem, validate
 from software_cuda.recorder import Refusal, function
 from support.oracles import round_to
@@ -101,10 +101,7 @@ class Cublas(Registry):
 
     def _enqueue(self, found, label, work):
         with Use(found, self.recorder), self.runtime.lock:
-            try:
-                self.runtime.enqueue(self.runtime.stream(found.stream, current=True), label, work, 0.02)
-            except Refusal as refusal:
-                raise Refusal(EXECUTION_FAILED, repr(refusal.status)) from None
+            self.runtime.enqueue(self.runtime.stream(found.stream, current=True), label, work, 0.02)
 
     @function
     def sgemm(
