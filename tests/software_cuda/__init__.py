@@ -15,8 +15,9 @@ from software_cuda.cublaslt import CublasLt
 from software_cuda.cupy import Cupy
 from software_cuda.cusparselt import CusparseLt
 from software_cuda.driver import Driver
+from software_cuda.machine import DeviceModel
 from software_cuda.recorder import Recorder, Refusal
-from software_cuda.runtime import DeviceModel, Runtime
+from software_cuda.runtime import Runtime
 from software_cuda.switches import Switches
 
 __all__ = ["Cupy", "DeviceArray", "DeviceModel", "Refusal", "Software", "Switches", "compiler", "install", "uninstall"]

@@ -8,7 +8,6 @@ import numpy as np
 from lowprec.arrays import Device
 from lowprec.arrays.dlpack import export, import_array
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
-from software_cuda.memory import Allocation
 from software_cuda.streams import Stream
 
 _DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
@@ -22,9 +21,7 @@ class Tenancy:
         with runtime.lock:
             self.address = runtime.memory.allocate(device, max(nbytes, 1))
             assert self.address, "the device has not that much memory"
-            found = runtime.memory.find(self.address)
-        assert found is not None
-        self._block: Allocation = found
+            self._block = runtime.memory.find(self.address)
         self._runtime = runtime
         self._stream = stream
 

@@ -8,11 +8,9 @@ import ctypes
 import numpy as np
 from cuda.bindings import runtime as real
 
-from software_cuda.machine import GLOBAL, DeviceModel, Graph, Refusal, Status, api
+from software_cuda.machine import GLOBAL, Refusal, Status, api
 from software_cuda.pools import Pools
 from software_cuda.streams import Event, Stream, nothing
-
-__all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
 
 
 class Runtime(Pools):

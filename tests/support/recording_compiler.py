@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lowprec.backends.cuda import libraries
+from software_cuda.machine import DeviceModel
 from software_cuda.recorder import Recorder
-from software_cuda.runtime import DeviceModel, Runtime
+from software_cuda.runtime import Runtime
 
 
 class Loaded(NamedTuple):
