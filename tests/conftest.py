@@ -113,35 +113,18 @@ def fresh_executors():
     executors.clear_caches()
 
 
-_NO_REASON = frozenset({"", "Skipped", "unconditional skip"})
-
-
-def _reason(report):
-    longrepr = report.longrepr
-    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-    return text.removeprefix("Skipped: ").strip()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter):
-    """List the skipped tests by reason, so that a skip is not mistaken for a pass."""
-    skipped = defaultdict(list)
-    for report in terminalreporter.stats.get("skipped", []):
-        skipped[_reason(report)].append(report.nodeid)
-    if not skipped:
-        return
-    total = sum(map(len, skipped.values()))
-    terminalreporter.section(f"skipped: {total}")
-    for reason, nodeids in sorted(skipped.items()):
-        files = sorted({nodeid.split("::")[0] for nodeid in nodeids})
-        terminalreporter.write_line(f"{len(nodeids):5d}  {reason}  ({', '.join(files)})")
+def pytest_configure(config):
+    """List skipped tests by reason, so that a skip is not mistaken for a pass."""
+    config.option.reportchars += "s"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Turn a skip without a reason into a failure."""
     report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and _reason(report) in _NO_REASON:
-        report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped without a reason"
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _, _, reason = report.longrepr
+        if reason.removeprefix("Skipped: ").strip() in ("", "Skipped", "unconditional skip"):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped without a reason"
     return report

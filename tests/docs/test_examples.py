@@ -34,14 +34,11 @@ class Block:
     code: str
 
     @property
-    def needs(self):
+    def missing(self):
+        """Libraries that the block needs, and that are not installed."""
         # A page about a library has imported it above.
         about = {self.page.stem}.intersection({"torch", "jax"})
-        return sorted(about.union(_FRAMEWORK.findall(self.code)))
-
-    @property
-    def missing(self):
-        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return absent(about.union(_FRAMEWORK.findall(self.code)))
 
     def run(self, namespace):
         # Blank lines in front make a traceback name the line of the page.
@@ -49,59 +46,44 @@ class Block:
         exec(code, namespace)
 
 
-def blocks_of(page, text):
+def absent(names):
+    return {name for name in names if importlib.util.find_spec(name) is None}
+
+
+def blocks_of(page):
     """Return the Python blocks of one page, in order."""
+    text = page.read_text(encoding="utf-8")
     return [
         Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"]) for m in _FENCE.finditer(text)
     ]
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text(encoding="utf-8"))]
-RUNNABLE = [block for block in BLOCKS if block.flag != "no-run"]
+BLOCKS = {page.relative_to(ROOT).as_posix(): blocks_of(page) for page in PAGES}
+RUNNABLE = {name: run for name, blocks in BLOCKS.items() if (run := [b for b in blocks if b.flag != "no-run"])}
 
 
-class Pages:
-    """The namespace of each page, with the blocks that ran in it."""
-
-    def __init__(self):
-        self._namespaces: dict[Path, dict[str, object]] = {}
-        self._done: set[Block] = set()
-
-    def run(self, block):
-        """Run the block after those above it, which also serves a single selected test."""
-        namespace = self._namespaces.setdefault(block.page, {"__name__": "__main__"})
-        for earlier in RUNNABLE[: RUNNABLE.index(block)]:
-            if earlier.page == block.page and earlier not in self._done and not earlier.missing:
-                self._done.add(earlier)
-                earlier.run(namespace)
-        self._done.add(block)
-        block.run(namespace)
-
-
-@pytest.fixture(scope="module")
-def pages():
-    return Pages()
-
-
-def _label(block):
-    return f"{block.page.relative_to(ROOT).as_posix()}:{block.line}"
-
-
-@pytest.mark.parametrize("block", RUNNABLE, ids=_label)
-def test_block_runs(block, pages, tmp_path, monkeypatch):
-    if block.missing:
-        pytest.skip(f"{', '.join(block.missing)} not installed")
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pages.run(block)
+    namespace, missing = {"__name__": "__main__"}, set()
+    for block in RUNNABLE[page]:
+        missing |= block.missing
+        if not block.missing:
+            block.run(namespace)
+    skip_without(missing)
+
+
+def skip_without(missing):
+    if missing:
+        pytest.skip(f"{', '.join(sorted(missing))} not installed, which some of the examples need")
 
 
 def test_flags_are_known():
-    assert {block.flag for block in BLOCKS} <= {"", "no-run"}
+    assert {block.flag for blocks in BLOCKS.values() for block in blocks} <= {"", "no-run"}
 
 
 def test_readme_and_docs_show_code():
-    shown = {block.page.name for block in RUNNABLE}
-    assert {"README.md", "quickstart.md", "modes.md", "precedence.md"} <= shown
+    assert {"README.md", "docs/quickstart.md", "docs/modes.md", "docs/precedence.md"} <= RUNNABLE.keys()
 
 
 def test_reference_names_everything_public():
@@ -109,19 +91,6 @@ def test_reference_names_everything_public():
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r":: (?:lowprec\.)?(\w+)(?:\(.*\))?$|^\| `(\w+)`", text, re.MULTILINE))
     assert {a or b for a, b in named} >= set(lowprec.__all__) - {"__version__"}
-
-
-def test_a_wrong_block_fails():
-    text = "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n```python\n\nraise ValueError(x)\n```\n"
-    first, shown, last = blocks_of(ROOT / "README.md", text)
-    assert (first.line, shown.flag, last.flag) == (3, "no-run", "")
-    namespace = {}
-    first.run(namespace)
-    with pytest.raises(ValueError, match=r"^1$") as caught:
-        last.run(namespace)
-    assert caught.tb.tb_next is not None
-    assert caught.tb.tb_next.tb_next is not None
-    assert caught.tb.tb_next.tb_next.tb_lineno == 13, "the traceback names the line of the page"
 
 
 def _modules():
@@ -143,11 +112,9 @@ def test_docstring_examples(name, monkeypatch, tmp_path):
     report = []
     missing = set()
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
-        needs = _FRAMEWORK.findall("".join(example.source for example in test.examples))
-        absent = {n for n in needs if importlib.util.find_spec(n) is None}
-        missing |= absent
-        if not absent:
+        needs = absent(_FRAMEWORK.findall("".join(example.source for example in test.examples)))
+        missing |= needs
+        if not needs:
             runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
-    if missing:
-        pytest.skip(f"{', '.join(sorted(missing))} not installed, which some of the examples need")
+    skip_without(missing)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run tests on an emulated Sapphire Rapids, the first processor with AMX: sapphire_rapids.sh PYTEST-ARGUMENT...
 #
-#     sudo tests/emulators/sapphire_rapids.sh -k amx_bf16 tests/backends/test_split_kernels.py
+#     sudo tests/emulators/sapphire_rapids.sh -k bf16_amx tests/backends/test_batch_invariance.py
 #
 # Bochs interprets every instruction, tiles included, below a Linux that lets processes use them. It shows what the
 # kernels compute, on any x86-64 machine with Debian's debootstrap; what it says of time means nothing, and the first
@@ -31,8 +31,8 @@ make_emulator() {
         bochsbios build-essential dpkg-dev e2fsprogs mtools python3 syslinux syslinux-common vgabios
     inside "$builder" sh -c "cd /root && apt-get -q source --download-only --tar-only bochs && mkdir -p bochs &&
         tar --strip-components=1 -C bochs -xf bochs_$bochs_version+dfsg.orig.tar.xz"
-    cp "$here/patch_bochs.py" "$builder/root/"
-    inside "$builder" sh -c 'cd /root && python3 patch_bochs.py bochs && cd bochs &&
+    cp "$here/bochs.patch" "$builder/root/"
+    inside "$builder" sh -c 'cd /root/bochs && patch -p1 -F0 <../bochs.patch &&
         CFLAGS="-O3 -std=gnu11" CXXFLAGS="-O3 -std=gnu++14" ./configure --disable-docbook --enable-3dnow \
             --enable-amx --enable-avx --enable-cet --enable-evex --enable-fast-function-calls \
             --enable-handlers-chaining --enable-long-phy-address --enable-pci --enable-protection-keys \
@@ -165,7 +165,7 @@ if [ $# -eq 0 ] || [ "$(id -u)" -ne 0 ]; then
     exit 2
 fi
 mkdir -p "$work"
-if ! [ -x "$builder/root/bochs/bochs" ] || ! cmp -s "$here/patch_bochs.py" "$builder/root/patch_bochs.py"; then
+if ! [ -x "$builder/root/bochs/bochs" ] || ! cmp -s "$here/bochs.patch" "$builder/root/bochs.patch"; then
     make_emulator
 fi
 [ -x "$guest/opt/venv/bin/python" ] || make_guest

@@ -15,8 +15,9 @@ from software_cuda.cublaslt import CublasLt
 from software_cuda.cupy import Cupy
 from software_cuda.cusparselt import CusparseLt
 from software_cuda.driver import Driver
+from software_cuda.machine import DeviceModel
 from software_cuda.recorder import Recorder, Refusal
-from software_cuda.runtime import DeviceModel, Runtime
+from software_cuda.runtime import Runtime
 from software_cuda.switches import Switches
 
 __all__ = ["Cupy", "DeviceArray", "DeviceModel", "Refusal", "Software", "Switches", "compiler", "install", "uninstall"]
@@ -25,11 +26,13 @@ _DEVICE = DeviceModel()
 
 
 class Software:
-    """All parts, each of which replaces a module; ``order`` is that of the streams, ``version`` that of cuBLASLt."""
+    """All parts, each of which replaces a module; ``version`` is that of cuBLASLt."""
 
-    def __init__(self, devices=(_DEVICE,), order="lazy", version=130100, switches=None):
+    def __init__(self, devices=(_DEVICE,), version=130100, switches=None):
         self.recorder = Recorder(switches)
-        self.runtime = Runtime(self.recorder, devices, order)
+        self.calls, self.faults, self.fail = self.recorder.calls, self.recorder.faults, self.recorder.fail
+        self.runtime = Runtime(self.recorder, devices)
+        self.drain = self.runtime.drain
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
         self.cublas = Cublas(self.recorder, self.runtime)
         self.core = Core(self.recorder, self.runtime, version // 10000)
@@ -42,29 +45,12 @@ class Software:
         """What is refused, or fails, in addition."""
         return self.recorder.switches
 
-    @property
-    def calls(self):
-        """All calls in order, as ``"part.function"``."""
-        return self.recorder.calls
-
-    @property
-    def faults(self):
-        """All misuse, in words."""
-        return self.recorder.faults
-
     def count(self, function):
         counted = Counter(self.calls)
         return sum(n for name, n in counted.items() if function in (name, name.partition(".")[2]))
 
-    def fail(self, function, *, at=1, status=None):
-        """Make the ``at``-th call of a function from now on report an error instead of acting."""
-        return self.recorder.fail(function, at=at, status=status)
-
     def live(self):
         return self.runtime.live() | self.cublas_lt.live() | self.cublas.live() | self.cusparse_lt.live()
-
-    def drain(self):
-        self.runtime.drain()
 
     def forgive(self):
         self.faults.clear()
@@ -82,13 +68,9 @@ class Software:
 _replaced = []
 
 
-def install(devices=2, *, order="lazy", version=130100, **model):
-    """Replace NVIDIA's libraries by software for these devices, or for this number of one :class:`DeviceModel`.
-
-    All :class:`Switches` are on.
-    """
-    models = [DeviceModel(**model)] * devices if isinstance(devices, int) else list(devices)
-    software = Software(models, order, version, Switches.all())
+def install(devices=2, *, version=130100, **model):
+    """Replace NVIDIA's libraries by software with a number of equal devices; all :class:`Switches` are on."""
+    software = Software([DeviceModel(**model)] * devices, version, Switches.all())
     _replaced.append(installed.use(software.libraries))
     return software
 

@@ -16,8 +16,6 @@ from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
 
 NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
-_PREF = real.MatmulPreferenceAttribute
-_CAP = real.MatmulAlgoCapAttribute
 #: The configuration has the real libraries' layout, so that they read it, too; the rest is our own.
 _FORMAT = struct.Struct("<IIIII14xHQQ8s4s")
 _MAGIC = b"soft"
@@ -51,15 +49,6 @@ class Algorithm:
         if magic != _MAGIC:
             raise Refusal(INVALID_VALUE, "these 64 bytes are no algorithm of this library")
         return cls(*fields)
-
-    def capabilities(self):
-        """Return the values of ``MatmulAlgoCapAttribute``."""
-        return {
-            _CAP.NUMERICAL_IMPL_FLAGS: self.flags,
-            **{_CAP[f"MIN_ALIGNMENT_{x}_BYTES"]: self.alignment for x in "ABCD"},
-            _CAP.SPLITK_SUPPORT: int(self.split_k > 1),
-            _CAP.STRIDED_BATCH_SUPPORT: 1,
-        }
 
 
 class Template(NamedTuple):
@@ -142,15 +131,12 @@ def fits_shape(algorithm, x):
 
 
 def search(x, preference, device, switches, *, tf32_forbidden):
-    def get(name, default):
-        member = _PREF[name]
-        return preference.get(member, real.get_matmul_preference_attribute_dtype(member), default)
-
-    promised = min(get(f"MIN_ALIGNMENT_{name}_BYTES", 256) for name in "ABCD")
+    wanted = preference.numbers(real.MatmulPreferenceAttribute)
+    promised = min(wanted.get(f"MIN_ALIGNMENT_{name}_BYTES", 256) for name in "ABCD")
     if x.has_bias:
         promised = min(promised, x.bias_pointer & -x.bias_pointer)
-    workspace, mask = get("MAX_WORKSPACE_BYTES", 0), get("REDUCTION_SCHEME_MASK", 7)
-    allowed = get("IMPL_MASK", (1 << 64) - 1)
+    workspace, mask = wanted.get("MAX_WORKSPACE_BYTES", 0), wanted.get("REDUCTION_SCHEME_MASK", 7)
+    allowed = wanted.get("IMPL_MASK", -1)
     if switches.int8_workspace and x.a.type == tables.R_8I and workspace:
         raise Refusal(NOT_SUPPORTED, "int8 with a workspace")
     if x.emulation and x.compute == tables.EMULATED_FIXEDPOINT:

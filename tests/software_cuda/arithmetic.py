@@ -19,6 +19,7 @@ from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
 from software_cuda.emulation import bf16x9, fixed_point
 from software_cuda.problem import Matrix, Problem
 from software_cuda.recorder import Fault
+from support.oracles import round_to
 
 
 def strided(memory, x, pointer, device):
@@ -32,23 +33,11 @@ def strided(memory, x, pointer, device):
     return np.ndarray(x.shape, x.dtype, data, -first, strides)
 
 
-def round_tf32(x):
-    """Round float32 to 11 significant bits, ties away from zero; NaN and Inf stay."""
-    parts = np.ascontiguousarray(x).view(np.uint32)
-    rounded = (parts + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
-    special = (parts & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
-    return np.where(special, parts, rounded).view(x.dtype)
-
-
 def _rounded(x, flags):
     """Return operands as the units round them, in the type in which they are multiplied."""
-    if x.dtype in (np.float32, np.complex64):
-        if flags & tables.INPUT_TF32:
-            x = round_tf32(x)
-        elif flags & (tables.INPUT_16F | tables.INPUT_16BF):
-            half = np.float16 if flags & tables.INPUT_16F else tables.DTYPES[tables.R_16BF]
-            parts = np.ascontiguousarray(x).view(np.float32)
-            x = parts.astype(half).astype(np.float32).view(x.dtype)
+    for flag, mode in ((tables.INPUT_TF32, "tf32"), (tables.INPUT_16F, "fp16"), (tables.INPUT_16BF, "bf16")):
+        if flags & flag:
+            x = round_to(x, mode)
     kinds = {"c": np.complex128, "i": np.int64}
     return x.astype(kinds.get(x.dtype.kind, np.float64))
 
@@ -127,8 +116,6 @@ class Call:
         if x.emulation and algorithm.flags == tables.EMULATED_FLAGS[x.compute]:
             return self._emulated(memory, x.emulation)
         accumulator = np.dtype(np.int32) if algorithm.flags & tables.ACCUMULATOR_32I else scale
-        if self.alpha == 0:
-            return np.zeros(x.d.shape, scale)
         a = _operand(strided(memory, x.a, self.a, self.device), x.op_a, algorithm.flags)
         b = _operand(strided(memory, x.b, self.b, self.device), x.op_b, algorithm.flags)
         if x.a_mode:

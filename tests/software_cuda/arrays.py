@@ -8,7 +8,6 @@ import numpy as np
 from lowprec.arrays import Device
 from lowprec.arrays.dlpack import export, import_array
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
-from software_cuda.memory import Allocation
 from software_cuda.streams import Stream
 
 _DTYPES = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
@@ -22,9 +21,7 @@ class Tenancy:
         with runtime.lock:
             self.address = runtime.memory.allocate(device, max(nbytes, 1))
             assert self.address, "the device has not that much memory"
-            found = runtime.memory.find(self.address)
-        assert found is not None
-        self._block: Allocation = found
+            self._block = runtime.memory.find(self.address)
         self._runtime = runtime
         self._stream = stream
 
@@ -49,22 +46,16 @@ def span(values):
 class DeviceArray:
     """An array of a library that is known by DLPack alone, with the strides of ``values``; gaps are poisoned.
 
-    The values are written by work on the producer's stream, so a reader that does not wait for it finds poison. By
-    default the stream is a new one that does not wait for the default stream.
+    The values are written by work on a new stream, so a reader that does not wait for it finds poison.
     """
 
-    def __init__(self, runtime, values, *, device=0, stream=None):
+    def __init__(self, runtime, values, *, device=0):
         values = np.asarray(values)
         self.runtime = runtime
         self.device = device
-        self.producer = new_stream(runtime, device) if stream is None else runtime.stream_of(device, stream)
+        self.producer = new_stream(runtime, device)
         self.memory = _on_device(runtime, values, device)
         fill(runtime, self.producer, self.memory, values)
-
-    @property
-    def address(self):
-        """The address of the element with all indices zero."""
-        return self.memory.ctypes.data
 
     def __dlpack_device__(self):
         return (2, self.device)
@@ -98,9 +89,6 @@ def make_wait(runtime, producer, device, consumer):
     after = runtime.stream_of(device, consumer)
     if after.device != device:
         raise BufferError(f"the consumer's stream is device {after.device}'s")
-    if after.capture is not None and producer.capture is not after.capture:
-        after.capture.is_invalid = True
-        raise BufferError("a stream that is being captured cannot wait for work outside")
     runtime.join(producer, after)
 
 
@@ -150,7 +138,6 @@ def read(runtime, array):
     stream = new_stream(runtime, index)
     view = import_array(array, runtime.give_handle(stream))
     runtime.wait_for(stream)
-    runtime.take_handle(stream.handle)
     dtype = NUMPY_DTYPES[view.dtype]
     strides = [s * dtype.itemsize for s in view.strides]
     first = view.extent()[0] if view.size else view.address

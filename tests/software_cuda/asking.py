@@ -57,14 +57,6 @@ class Asked:
         return self.ld(i) * self.shapes[i][1 - self.order[i]] if given is None else given
 
 
-ENUMERATIONS = {
-    "matmul_desc": "MatmulDescAttribute",
-    "matrix_layout": "MatrixLayoutAttribute",
-    "matmul_preference": "MatmulPreferenceAttribute",
-    "emulation_desc": "EmulationDescAttribute",
-}
-
-
 class Prepared:
     """Descriptors of a product, and calls on them."""
 
@@ -88,8 +80,9 @@ class Prepared:
         self.set("matmul_desc", self.operation, **values)
 
     def set(self, kind, target, **values):
+        attributes = getattr(self.lt, "".join(word.capitalize() for word in kind.split("_")) + "Attribute")
         for name, number in values.items():
-            member = getattr(self.lt, ENUMERATIONS[kind])[name]
+            member = attributes[name]
             data = np.array([number], getattr(self.lt, f"get_{kind}_attribute_dtype")(member))
             getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
 
@@ -120,12 +113,6 @@ class Prepared:
         )  # fmt: skip
         alpha[:] = beta[:] = 77  # they were read when the call was made
 
-    def close(self):
-        for layout in self.layouts:
-            self.lt.matrix_layout_destroy(layout)
-        self.lt.matmul_desc_destroy(self.operation)
-        self.lt.destroy(self.handle)
-
 
 @contextmanager
 def prepared(cuda, asked):
@@ -133,7 +120,10 @@ def prepared(cuda, asked):
     try:
         yield found
     finally:
-        found.close()
+        for layout in found.layouts:
+            found.lt.matrix_layout_destroy(layout)
+        found.lt.matmul_desc_destroy(found.operation)
+        found.lt.destroy(found.handle)
 
 
 class Data:

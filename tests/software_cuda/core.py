@@ -4,7 +4,6 @@ A "cubin" is the shared object after a line that describes what it was made for,
 (another architecture, damaged bytes, an unknown name) is refused. ``host_cuda.h`` has the language.
 """
 
-import atexit
 import ctypes
 import functools
 import hashlib
@@ -107,12 +106,9 @@ def _compile(gxx, source, path):
         expanded = _run(gxx, "-std=c++17", "-E", "-P", str(file))
         barriers = "true" if "host_cuda::barrier()" in expanded else "false"
         file.write_text(text + "".join(_entry(name, barriers) for name in _KERNEL.findall(expanded)))
-        linked = Path(folder, "kernel.so")
+        linked = path.with_suffix(f".{os.getpid()}")
         _run(gxx, *_COMPILE, "-o", str(linked), str(file), "-lm", "-lc")
-        # In one step, as several processes may compile the same.
-        moved = path.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(linked, moved)
-        os.replace(moved, path)
+        linked.replace(path)  # in one step, as several processes may compile the same
 
 
 def _entry(name, barriers):
@@ -134,16 +130,14 @@ def _run(*command):
 @functools.cache
 def _library(digest, library):
     # The file stays as long as the process: the loader takes a new file for the old one if it has its inode.
-    path = Path(_folder(), f"{digest}.so")
+    path = Path(_folder().name, f"{digest}.so")
     path.write_bytes(library)
     return ctypes.CDLL(str(path))
 
 
 @functools.cache
 def _folder():
-    made = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 #: C types of parameters by the letters that the compiled kernel reports.

@@ -9,20 +9,11 @@ from nvmath.bindings import cublas as real
 
 from software_cuda import tables
 from software_cuda.algorithms import candidates
-from software_cuda.arithmetic import Call, round_tf32
-from software_cuda.objects import (
-    EXECUTION_FAILED,
-    INTERNAL_ERROR,
-    INVALID_VALUE,
-    NOT_SUPPORTED,
-    Handle,
-    Registry,
-    Use,
-    error_text,
-    read_host,
-)
+from software_cuda.arithmetic import Call
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Handle, Registry, Use, read_host
 from software_cuda.problem import Matrix, Problem, validate
 from software_cuda.recorder import Refusal, function
+from support.oracles import round_to
 
 #: Modes, and the flag that may be or-ed to them.
 _MODES = frozenset({0, 1, 2, 3, 4, 8})
@@ -30,23 +21,12 @@ _FLAG = 16
 _TF32 = 3
 
 
-class SoftwareError(real.cuBLASError):
-    """The bindings' error, with a text of its own."""
-
-    def __init__(self, status, reason):
-        self.status = int(status)
-        Exception.__init__(self, error_text(self.status, reason))
-
-
 class Cublas(Registry):
-    cuBLASError = real.cuBLASError
+    error_kind = "cuBLASError"
     handle_kind = "cuBLAS handle"
 
     def __init__(self, recorder, runtime):
         super().__init__("cublas", real, recorder, runtime)
-
-    def error(self, status, reason):
-        return SoftwareError(status or INTERNAL_ERROR, reason)
 
     def live(self):
         return {"cublas_handles": self.count(self.handle_kind)}
@@ -100,7 +80,7 @@ class Cublas(Registry):
         operand_a = Matrix("A", a_type, *((k, m) if op_a else (m, k)), lda, 0, count, a_stride)
         operand_b = Matrix("B", b_type, *((n, k) if op_b else (k, n)), ldb, 0, count, b_stride)
         result = Matrix("C", c_type, m, n, ldc, 0, count, c_stride)
-        asked = Problem(compute, scale, op_a, op_b, 1, 0, -1, 0, 0, 0, 0, 0, operand_a, operand_b, result, result)
+        asked = Problem(operand_a, operand_b, result, result, compute, scale, op_a, op_b)
         validate(asked, self.runtime.devices[found.device].capability, self.recorder.switches)
         if a_type in tables.FLOAT8:
             raise Refusal(NOT_SUPPORTED, "FP8")
@@ -121,10 +101,7 @@ class Cublas(Registry):
 
     def _enqueue(self, found, label, work):
         with Use(found, self.recorder), self.runtime.lock:
-            try:
-                self.runtime.enqueue(self.runtime.stream(found.stream, current=True), label, work, 0.02)
-            except Refusal as refusal:
-                raise Refusal(EXECUTION_FAILED, repr(refusal.status)) from None
+            self.runtime.enqueue(self.runtime.stream(found.stream, current=True), label, work, 0.02)
 
     @function
     def sgemm(
@@ -143,7 +120,7 @@ class Cublas(Registry):
         def multiply():
             left, right, out = at(a, m, k, lda), at(b, k, n, ldb), at(c, m, n, ldc)
             if rounded:
-                left, right = round_tf32(left), round_tf32(right)
+                left, right = round_to(left, "tf32"), round_to(right, "tf32")
             value = factors[0] * (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
             out[...] = value if factors[1] == 0 else value + factors[1] * out
 

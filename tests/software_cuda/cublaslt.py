@@ -45,14 +45,13 @@ class CublasLt(Objects):
     """Replaces ``nvmath.bindings.cublasLt``.
 
     ``times`` has simulated times of algorithms relative to the others, by id and name of the tile (``"64x64"``);
-    ``first_launch_ms`` is the host's time for loading the kernel of an algorithm at its first product. If
-    ``workspaces_race``, a product with a workspace is two pieces of work, between which others may run.
+    ``first_launch_ms`` is the host's time for loading the kernel of an algorithm at its first product. A
+    product with a workspace is two pieces of work, between which others may run.
     """
 
     def __init__(self, recorder, runtime, version):
         super().__init__(recorder, runtime, version)
         self.times: dict[tuple[int, str], float] = {}
-        self.workspaces_race = True
         self.first_launch_ms = 0.0
         self._launched: set[bytes] = set()
         #: First algorithms of searches, with their products.
@@ -76,8 +75,8 @@ class CublasLt(Objects):
     def _emulation(self, number):
         """Return the settings of a descriptor; 0 means the defaults."""
         described = self.get(number, EMULATION).attributes if number else {}
-        values = [int.from_bytes(described[i], "little", signed=True) if i in described else None for i in range(5)]
-        made = Emulation(**{x.name: v for x, v in zip(fields(Emulation), values, strict=True) if v is not None})
+        names = [x.name for x in fields(Emulation)]
+        made = Emulation(**{names[i]: int.from_bytes(x, "little", signed=True) for i, x in described.items()})
         if made.max_bits < 0:
             raise Refusal(INVALID_VALUE, f"{made.max_bits} mantissa bits")
         return made
@@ -88,8 +87,6 @@ class CublasLt(Objects):
         preference, requested, results, returned,
     ):  # fmt: skip
         wanted = self.get(preference, PREFERENCE)
-        if requested <= 0:
-            raise Refusal(INVALID_VALUE, f"{requested} algorithms were asked for")
         me = threading.get_ident()
         if self.version >= _NO_SEARCH_IN_CAPTURE and any(x.thread == me for x in self.runtime.captures):
             raise Refusal(INTERNAL_ERROR, "a search during a capture")
@@ -134,9 +131,9 @@ class CublasLt(Objects):
 
     @function
     def matmul_algo_cap_get_attribute(self, algo, attribute, *rest):
-        values = Algorithm.unpack(read_host(algo, real.matmul_algo_dtype.itemsize)).capabilities()
-        dtype = real.get_matmul_algo_cap_attribute_dtype(attribute)
-        write_attribute(np.array(values[attribute], dtype).tobytes(), *rest)
+        found = Algorithm.unpack(read_host(algo, real.matmul_algo_dtype.itemsize))
+        assert attribute == real.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS, "others are not modelled"
+        write_attribute(np.uint64(found.flags).tobytes(), *rest)
 
     # -- the product ------------------------------------------------------------------------------
 
@@ -217,7 +214,7 @@ class CublasLt(Objects):
             if algorithm.pack() not in self._launched:
                 self._launched.add(algorithm.pack())
                 runtime.scheduler.clock_ms += self.first_launch_ms
-            if not algorithm.workspace or not self.workspaces_race:
+            if not algorithm.workspace:
                 runtime.enqueue(found, "matmul", lambda: call.write(memory, call.multiply(memory)), time_ms)
                 return
             halves = _Halves(call, memory, workspace, self.recorder)

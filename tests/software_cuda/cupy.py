@@ -3,6 +3,7 @@
 Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.Device``, *Memory Management*).
 """
 
+import contextlib
 import functools
 import math
 import operator
@@ -24,24 +25,16 @@ class Cupy(ModuleType):
         self.local = threading.local()
         #: How often a number was read, which waits.
         self.waits = 0
-        module = self
-
-        class Array(_Array):
-            cupy = module
-
-        class OwnStream(_Stream):
-            cupy = module
-
-        class OwnDevice(_Device):
-            cupy = module
-
-        self.ndarray = Array
+        self.ndarray = type("ndarray", (_Array,), {"cupy": self})
         self.int8, self.transpose, self.reshape = np.int8, None, None
         self.isfinite, self.any, self.logical_or = (
             functools.partial(self.compute, f) for f in (np.isfinite, np.any, np.logical_or)
         )
         self.cuda = SimpleNamespace(
-            Device=OwnDevice, Stream=OwnStream, get_current_stream=self.current, runtime=SimpleNamespace(is_hip=False)
+            Device=self.on_device,
+            Stream=functools.partial(_Stream, self),
+            get_current_stream=self.current,
+            runtime=SimpleNamespace(is_hip=False),
         )
 
     def current(self, device=None):
@@ -53,6 +46,15 @@ class Cupy(ModuleType):
     def streams(self, device):
         """Return the streams of this thread's open ``with`` blocks, the innermost last."""
         return vars(self.local).setdefault(str(device), [])
+
+    @contextlib.contextmanager
+    def on_device(self, index):
+        before = self.runtime.device
+        self.runtime.cudaSetDevice(index)
+        try:
+            yield
+        finally:
+            self.runtime.cudaSetDevice(before)
 
     def empty(self, shape, dtype=float):
         """Return a new array on the current device; its memory is ordered on the current stream."""
@@ -94,27 +96,9 @@ class Cupy(ModuleType):
         return checked(self.runtime, array.memory, array.device.id).copy()
 
 
-class _Device:
-    cupy: Cupy
-
-    def __init__(self, index):
-        self.id = index
-
-    def __enter__(self):
-        runtime = self.cupy.runtime
-        self._before = runtime.device
-        runtime.cudaSetDevice(self.id)
-        return self
-
-    def __exit__(self, *_):
-        self.cupy.runtime.cudaSetDevice(self._before)
-
-
 class _Stream:
-    cupy: Cupy
-
-    def __init__(self, *, null=False, ptds=False, non_blocking=True, device=None):
-        runtime = self.cupy.runtime
+    def __init__(self, cupy, *, null=False, ptds=False, non_blocking=True, device=None):
+        self.cupy, runtime = cupy, cupy.runtime
         self.device_id = runtime.device if device is None else device
         if null or ptds:
             self.ptr = 2 if ptds else 0  # per-thread default stream: another in each thread

@@ -1,7 +1,7 @@
 """A software cuSPARSELt: the functions of ``nvmath.bindings.cusparseLt`` that lowprec calls.
 
-What real cuSPARSELt refuses is refused, with its status. The bytes of a compressed matrix are of our own: a mark, the
-two kept elements of each group, and their positions. Source: the cuSPARSELt documentation, *cuSPARSELt Functions*.
+What real cuSPARSELt refuses is refused, with its status. The bytes of a compressed matrix are of our own: a mark, and
+op(A) with two elements of each group. Source: the cuSPARSELt documentation, *cuSPARSELt Functions*.
 Uncertain, and decided for refusal: a workspace that is null, and a structured matrix whose leading dimension is not a
 multiple of 32 bytes.
 """
@@ -15,7 +15,7 @@ from nvmath.bindings import cusparseLt as real
 
 from software_cuda import tables
 from software_cuda.arithmetic import strided
-from software_cuda.objects import ALLOC_FAILED, Handle, Object, Registry, Use, read_host
+from software_cuda.objects import ALLOC_FAILED, Handle, Object, Registry, Use, error_of, read_host
 from software_cuda.problem import Matrix
 from software_cuda.recorder import Fault, Refusal, function
 
@@ -28,14 +28,6 @@ class Status(IntEnum):
     ARCH_MISMATCH = 4
     INTERNAL_ERROR = 7
     NOT_SUPPORTED = 10
-
-
-class SoftwareSparseError(real.cuSPARSELtError):
-    """The bindings' error, with a text of its own."""
-
-    def __init__(self, status, reason):
-        self.status = int(status)
-        Exception.__init__(self, f"{Status(self.status).name} ({self.status}): {reason}")
 
 
 HANDLE, MATRIX, OPERATION, SELECTION, PLAN = KINDS = (
@@ -67,14 +59,9 @@ class _Sparse:
         return (cols, rows) if self.operation else (rows, cols)
 
     @property
-    def sizes(self):
-        """Bytes of the kept elements, and of their positions."""
-        rows, k = self.shape
-        return rows * k // 2 * self.matrix.dtype.itemsize, rows * k // 2
-
-    @property
     def nbytes(self):
-        return len(_MARK) + sum(self.sizes)
+        rows, k = self.shape
+        return len(_MARK) + rows * k * self.matrix.dtype.itemsize
 
     def dense(self, x):
         """Return op(A) of shape (rows, groups, 4)."""
@@ -84,7 +71,6 @@ class _Sparse:
 class CusparseLt(Registry):
     """Replaces ``nvmath.bindings.cusparseLt``; if ``is_missing``, every function fails as without the library."""
 
-    cuSPARSELtError = real.cuSPARSELtError
     handle_kind = HANDLE
     harmless = frozenset({"get_matmul_desc_attribute_dtype", "get_matmul_alg_attribute_dtype"})
 
@@ -98,7 +84,7 @@ class CusparseLt(Registry):
         if not isinstance(status, Status):  # of the registry, in cuBLAS's numbers
             known = {None: Status.INTERNAL_ERROR, ALLOC_FAILED: Status.ALLOC_FAILED}
             status = known.get(status, Status.INVALID_VALUE)
-        return SoftwareSparseError(status, reason)
+        return error_of(real.cuSPARSELtError, status, f"{status.name} ({status}): {reason}")
 
     def live(self):
         return {f"{kind}s": self.count(kind) for kind in KINDS}
@@ -133,7 +119,7 @@ class CusparseLt(Registry):
         step = nbytes // tables.DTYPES[kind].itemsize
         if rows % step or cols % step or ld % step or alignment < 16 or alignment % 16:
             raise Refusal(Status.NOT_SUPPORTED, f"{rows} x {cols}, ld {ld}, in steps of {step}; alignment {alignment}")
-        matrix = Matrix("sparse" if nbytes == 32 else "dense", kind, rows, cols, ld, order - 1, 1, 0)
+        matrix = Matrix("sparse" if nbytes == 32 else "dense", kind, rows, cols, ld, order - 1)
         return self._add(MATRIX, matrix=matrix, is_sparse=nbytes == 32, alignment=alignment)
 
     @function
@@ -142,8 +128,7 @@ class CusparseLt(Registry):
 
     @function
     def structured_descriptor_init(self, handle, rows, cols, ld, alignment, kind, order, sparsity):
-        if sparsity != real.Sparsity.SPARSITY_50_PERCENT:
-            raise Refusal(Status.INVALID_VALUE, f"sparsity {sparsity}")
+        assert sparsity == real.Sparsity.SPARSITY_50_PERCENT, "there is no other"
         return self._descriptor(handle, rows, cols, ld, alignment, kind, order, 32)
 
     @function
@@ -168,22 +153,19 @@ class CusparseLt(Registry):
     def matmul_desc_set_attribute(self, handle, number, attribute, address, nbytes):
         self.handle(handle)
         found = self.get(number, OPERATION)
-        if attribute != real.MatmulDescAttribute.BIAS_POINTER or nbytes != 8:
-            raise NotImplementedError(f"attribute {attribute} is not modelled")
+        assert (attribute, nbytes) == (real.MatmulDescAttribute.BIAS_POINTER, 8), "others are not modelled"
         found.bias = int(np.frombuffer(read_host(address, nbytes), np.uint64)[0])
 
     @function
     def matmul_alg_selection_init(self, handle, operation, algorithm):
         self.handle(handle)
-        if algorithm != real.MatmulAlg.DEFAULT:
-            raise Refusal(Status.INVALID_VALUE, f"algorithm {algorithm}")
+        assert algorithm == real.MatmulAlg.DEFAULT, "others are not modelled"
         return self._add(SELECTION, operation=self.get(operation, OPERATION))
 
     @function
     def matmul_plan_init(self, handle, operation, selection):
         found = self.get(operation, OPERATION)
-        if self.get(selection, SELECTION).operation is not found:
-            raise Refusal(Status.INVALID_VALUE, "the algorithm is of another product")
+        assert self.get(selection, SELECTION).operation is found, "the algorithm is of another product"
         # The bias is read here: a later change has no effect.
         return self._add(PLAN, operation=found, bias=found.bias, owner=self.handle(handle))
 
@@ -227,15 +209,13 @@ class CusparseLt(Registry):
         found = self._structured(handle, number, is_a, operation)
 
         def compress(device):
-            dense = found.dense(self._at(found.matrix, source, device))
+            dense = found.dense(self._at(found.matrix, source, device)).copy()
             # Elements that are not zero come first; of more than two the others are lost.
-            order = np.argsort(dense == 0, axis=-1, kind="stable")[..., :2]
-            order.sort(axis=-1)
-            parts = (_MARK, np.take_along_axis(dense, order, -1), order.astype(np.uint8))
-            data = b"".join(np.ascontiguousarray(x).tobytes() for x in parts)
+            lost = np.argsort(dense == 0, axis=-1, kind="stable")[..., 2:]
+            np.put_along_axis(dense, lost, 0, -1)
             self.runtime.memory.at(buffer, _BUFFER_BYTES, device, "the buffer of a compression")[...] = 0xA5
-            memory = self.runtime.memory.at(target, len(data), device, "a compressed matrix")
-            memory[...] = np.frombuffer(data, np.uint8)
+            memory = self.runtime.memory.at(target, found.nbytes, device, "a compressed matrix")
+            memory[...] = np.frombuffer(_MARK.tobytes() + dense.tobytes(), np.uint8)
 
         self._queue(stream, "compress", compress, source, target, buffer)
 
@@ -260,8 +240,7 @@ class CusparseLt(Registry):
         with Use(self.handle(handle), self.recorder):
             found = self._plan(handle, plan)
             factors = [np.frombuffer(read_host(x, 4), np.float32)[0] for x in (alpha, beta)]
-            if count != 1:
-                raise Refusal(Status.INVALID_VALUE, f"{count} streams")
+            assert count == 1, "several streams are not modelled"
             stream = int(np.frombuffer(read_host(streams, 8), np.uint64)[0])
             bias = found.bias
             pointers = (a, b, c, d, workspace, *([bias] if bias else []))
@@ -280,7 +259,7 @@ class CusparseLt(Registry):
             if beta != 0:
                 value = value + beta * self._at(x.d, c, device)[0].astype(np.float32)
             if plan.bias:
-                shape = Matrix("bias", x.d.type, x.d.rows, 1, x.d.rows, 0, 1, 0)
+                shape = Matrix("bias", x.d.type, x.d.rows, 1, x.d.rows)
                 value = value + self._at(shape, plan.bias, device)[0].astype(np.float32)
             if target.dtype.kind == "i":
                 plain = alpha == 1 and beta == 0 and not plan.bias
@@ -290,15 +269,11 @@ class CusparseLt(Registry):
             target[...] = value.astype(target.dtype)
 
     def _decompressed(self, x, pointer, device):
-        data = self.runtime.memory.at(pointer, x.nbytes, device, "a compressed matrix")
-        if (data[: len(_MARK)] != _MARK).any():
+        memory = self.runtime.memory
+        if (memory.at(pointer, len(_MARK), device, "a compressed matrix") != _MARK).any():
             raise Fault("this is no compressed matrix")
-        (rows, k), (kept, _) = x.shape, x.sizes
-        values = data[len(_MARK) : len(_MARK) + kept].view(x.matrix.dtype).reshape(rows, k // 4, 2)
-        positions = data[len(_MARK) + kept :].reshape(rows, k // 4, 2)
-        dense = np.zeros((rows, k // 4, 4), x.matrix.dtype)
-        np.put_along_axis(dense, positions.astype(np.int64), values, -1)
-        return dense.reshape(rows, k)
+        data = memory.at(pointer, x.nbytes, device, "a compressed matrix")
+        return data[len(_MARK) :].view(x.matrix.dtype).reshape(x.shape)
 
 
 def _functions(kind):

@@ -3,6 +3,7 @@
 Source: the cuBLAS documentation, *Using the cuBLASLt API*, and ``cublasLt.h``.
 """
 
+import functools
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from software_cuda.objects import (
     Object,
     Registry,
     Use,
-    error_text,
+    cublas_error,
     known_attribute,
     set_attribute,
     write_attribute,
@@ -29,18 +30,13 @@ DESCRIPTOR, LAYOUT, PREFERENCE, EMULATION = KINDS = (
 )  # fmt: skip
 
 
-class SoftwareLtError(real.cuBLASLtError):
-    """The bindings' error, whose text comes from the library; this one brings its own."""
-
-    def __init__(self, status, reason=""):
-        self.status = int(status)
-        Exception.__init__(self, error_text(self.status, reason))
+SoftwareLtError = functools.partial(cublas_error, real.cuBLASLtError)
 
 
 class Objects(Registry):
     """Creates, changes and destroys them."""
 
-    cuBLASLtError = real.cuBLASLtError
+    error_kind = "cuBLASLtError"
     harmless = frozenset(f"get_{x}_attribute_dtype" for x in (*KINDS, "matmul_algo_config", "matmul_algo_cap"))
 
     def __init__(self, recorder, runtime, version):
@@ -49,15 +45,9 @@ class Objects(Registry):
         self._known = {kind: attributes(kind, version) for kind in KINDS}
         self.tf32_forbidden: bool | None = None
 
-    def error(self, status, reason):
-        return SoftwareLtError(status or INTERNAL_ERROR, reason)
-
     def live(self):
-        counted = {
-            "handles": "handle", "descriptors": DESCRIPTOR, "layouts": LAYOUT, "preferences": PREFERENCE,
-            "emulations": EMULATION,
-        }  # fmt: skip
-        return {name: self.count(kind) for name, kind in counted.items()}
+        names = ("handles", "descriptors", "layouts", "preferences", "emulations")
+        return {name: self.count(kind) for name, kind in zip(names, ("handle", *KINDS), strict=True)}
 
     @function
     def get_version(self):

@@ -33,12 +33,7 @@ class Jax(ModuleType):
         super().__init__("jax")
         self.runtime = runtime
         self.has_streams = has_streams
-        module = self
-
-        class OwnArray(_Array):
-            jax = module
-
-        self.Array = OwnArray
+        self.Array = type("Array", (_Array,), {"jax": self})
         self.core = SimpleNamespace(Tracer=type("Tracer", (), {}))
         self.config = SimpleNamespace(jax_enable_x64=False)
         self.dlpack = SimpleNamespace(from_dlpack=self._from_dlpack)
@@ -78,7 +73,7 @@ class Jax(ModuleType):
         kind, index = array.__dlpack_device__()
         assert kind == _CUDA, "copies between devices are not modelled"
         device = self._gpus[index]
-        stream = device.stream_for_others()
+        stream = device.handle_for_others if self.has_streams else None
         view = view_of_capsule(array.__dlpack__(stream=stream))
         assert view.strides == contiguous_strides(view.shape), "only row-major arrays are adopted"
         dtype = NUMPY_DTYPES[view.dtype]
@@ -88,7 +83,7 @@ class Jax(ModuleType):
         if stream is not None:
             with self.runtime.lock:
                 ready = self.runtime.enqueue(self.runtime.stream_of(index, stream), "record", nothing)
-        return self._array(_Buffer(device, memory, ready), device, committed=True)
+        return self._array(_Buffer(memory, ready), device, committed=True)
 
 
 class _Device:
@@ -100,17 +95,12 @@ class _Device:
         self.jax = jax
         self.id = index
         self.computing = new_stream(jax.runtime, index)
-        self._for_others = new_stream(jax.runtime, index)
-        self._handle = jax.runtime.give_handle(self._for_others)
-
-    def stream_for_others(self):
-        """Return the stream that a producer makes wait; None where the client has none."""
-        return self._handle if self.jax.has_streams else None
+        self.handle_for_others = jax.runtime.give_handle(new_stream(jax.runtime, index))
 
     def empty(self, shape, dtype):
         """Return new memory, freed in the order of the compute stream."""
         memory = empty(self.jax.runtime, shape, dtype, self.id, self.computing)
-        return _Buffer(self, memory, None)
+        return _Buffer(memory)
 
     def compute(self, function, operands, result):
         """Queue the writing of a result. What is queued holds no memory: the order of the stream protects it."""
@@ -131,8 +121,7 @@ class _Device:
 class _Buffer:
     """Memory of a device, when it is ready, and how many capsules hold it."""
 
-    def __init__(self, device, memory, ready):
-        self.device = device
+    def __init__(self, memory, ready=None):
         self.memory = memory
         self.ready = ready
         self.holds: list[None] = []

@@ -1,12 +1,14 @@
 """Memory of the devices: host memory that is poisoned when it is allocated and when it is freed."""
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
+from operator import attrgetter
 
 import numpy as np
 
 from software_cuda.recorder import Fault
 
+_BY_ADDRESS = attrgetter("address")
 #: NaN in every floating-point format.
 POISON = 0xFF
 
@@ -49,7 +51,6 @@ class Memory:
         self.limits = limits
         self.used = [0] * len(limits)
         self.blocks: list[Allocation] = []
-        self._bases: list[int] = []
         self._quarantine: deque[Allocation] = deque()
 
     def live(self):
@@ -64,9 +65,7 @@ class Memory:
 
     def add(self, block):
         self._forget_old()
-        index = bisect_right(self._bases, block.address)
-        self._bases.insert(index, block.address)
-        self.blocks.insert(index, block)
+        insort(self.blocks, block, key=_BY_ADDRESS)
         return block
 
     def free(self, address):
@@ -93,12 +92,14 @@ class Memory:
         while kept > _QUARANTINE_BYTES or len(self._quarantine) > _QUARANTINE_BLOCKS:
             block = self._quarantine.popleft()
             kept -= block.nbytes
-            index = bisect_right(self._bases, block.address) - 1
-            del self._bases[index], self.blocks[index]
+            del self.blocks[self._index(block.address)]
+
+    def _index(self, address):
+        return bisect_right(self.blocks, address, key=_BY_ADDRESS) - 1
 
     def find(self, address):
         """Return the allocation that an address is in, freed ones included."""
-        index = bisect_right(self._bases, address) - 1
+        index = self._index(address)
         if index < 0:
             return None
         block = self.blocks[index]

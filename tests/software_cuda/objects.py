@@ -5,8 +5,6 @@ import itertools
 import threading
 from typing import Any
 
-import numpy as np
-
 from software_cuda.recorder import Part, Refusal
 
 # ``cublasStatus_t``.
@@ -22,8 +20,15 @@ _HANDLE_BYTES = 4096
 _numbers = itertools.count(0x6000_0000, 0x40)
 
 
-def error_text(status, reason):
-    return f"CUBLAS_STATUS_{STATUS_NAMES.get(status, '?')} ({status})" + (f": {reason}" if reason else "")
+def error_of(kind, status, text):
+    """Return an error of the bindings with its own text; their constructor asks the library for one."""
+    made = kind.__new__(kind, text)
+    made.status = int(status)
+    return made
+
+
+def cublas_error(kind, status, reason=""):
+    return error_of(kind, status, f"CUBLAS_STATUS_{STATUS_NAMES.get(int(status), '?')} ({int(status)}): {reason}")
 
 
 class Object:
@@ -36,9 +41,9 @@ class Object:
         self.readers: set[int] = set()
         self.attributes: dict[int, bytes] = {}
 
-    def get(self, member, dtype, default):
-        data = self.attributes.get(int(member))
-        return default if data is None else int(np.frombuffer(data, dtype)[0])
+    def numbers(self, enumeration):
+        """Return the attributes that were set, by name."""
+        return {enumeration(x).name: int.from_bytes(y, "little", signed=True) for x, y in self.attributes.items()}
 
 
 class Handle(Object):
@@ -53,14 +58,18 @@ class Handle(Object):
 
 
 class Registry(Part):
-    """The objects of one library that exist, and its handles."""
+    """The objects of one library that exist, and its handles; ``error_kind`` names the error of its bindings."""
 
+    error_kind: str
     handle_kind = "handle"
 
     def __init__(self, name, real, recorder, runtime):
         super().__init__(name, real, recorder)
         self.runtime = runtime
         self._alive: dict[int, Any] = {}
+
+    def error(self, status, reason):
+        return cublas_error(getattr(self.real, self.error_kind), status or INTERNAL_ERROR, reason)
 
     def add(self, made):
         self._alive[made.number] = made

@@ -44,23 +44,15 @@ class Pools(Machine):
         self.pools[handle] = Pool(place.id)
         return real.cudaMemPool_t(handle)
 
-    def _pool(self, handle):
-        found = self.pools.get(int(handle))
-        if found is None:
-            self.recorder.faults.append(f"{int(handle):#x} is no memory pool")
-            raise Refusal(Status.cudaErrorInvalidValue)
-        return found
-
     @api(unsafe=True)
     def cudaMemPoolSetAttribute(self, pool, attribute, value):
         value.getPtr()  # the bindings take a cuuint64_t, and no int
-        if attribute != real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold:
-            raise Refusal(Status.cudaErrorInvalidValue)
-        self._pool(pool).threshold = int(value)
+        assert attribute == real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold, "others are not modelled"
+        self.pools[int(pool)].threshold = int(value)
 
     @api(unsafe=True)
     def cudaMemPoolTrimTo(self, pool, nbytes):
-        self._trim(self._pool(pool), nbytes)
+        self._trim(self.pools[int(pool)], nbytes)
 
     def _trim(self, pool, nbytes):
         excess = max(pool.unused - nbytes, 0)
@@ -78,7 +70,7 @@ class Pools(Machine):
 
     @api(1)
     def cudaMallocFromPoolAsync(self, nbytes, pool, stream):
-        found, source = self.stream(stream), self._pool(pool)
+        found, source = self.stream(stream), self.pools[int(pool)]
         if not nbytes or source.device != found.device:
             raise Refusal(Status.cudaErrorInvalidValue)
         self.check_capture(found)
@@ -109,11 +101,8 @@ class Pools(Machine):
     def cudaFreeAsync(self, address, stream):
         found, block, capture = self.stream(stream), self.memory.find(address), self.stream(stream).capture
         self.check_capture(found)
-        if block is None or block.address != address:
-            owned = False
-        else:
-            owned = isinstance(block.owner, Pool) if capture is None else address in capture.allocated
-        if not owned:
+        owned = isinstance(block.owner, Pool) if capture is None else address in capture.allocated
+        if not owned or block.address != address:
             self.recorder.faults.append(f"cudaFreeAsync of {address:#x}, which is not allocated there")
             raise Refusal(Status.cudaErrorInvalidValue)
         if capture is not None:

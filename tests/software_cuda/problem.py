@@ -11,7 +11,6 @@ from software_cuda.emulation import Emulation
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
 
-_DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
 _EPILOGUES = frozenset(int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS"))
 _BIAS, _RELU, _GELU = 4, 2, 32
 _MOST_MATRICES = 65535
@@ -26,9 +25,9 @@ class Matrix:
     rows: int
     cols: int
     ld: int
-    order: int
-    batch_count: int
-    batch_stride: int
+    order: int = 0
+    batch_count: int = 1
+    batch_stride: int = 0
 
     @property
     def dtype(self):
@@ -66,22 +65,22 @@ class Matrix:
 class Problem:
     """One product, with the pointers of its descriptor, 0 for none."""
 
-    compute: int
-    scale: int
-    op_a: int
-    op_b: int
-    epilogue: int
-    bias_pointer: int
-    bias_type: int
-    bias_batch_stride: int
-    a_scale: int
-    b_scale: int
-    a_mode: int
-    b_mode: int
     a: Matrix
     b: Matrix
     c: Matrix
     d: Matrix
+    compute: int
+    scale: int
+    op_a: int = 0
+    op_b: int = 0
+    epilogue: int = 1
+    bias_pointer: int = 0
+    bias_type: int = -1
+    bias_batch_stride: int = 0
+    a_scale: int = 0
+    b_scale: int = 0
+    a_mode: int = 0
+    b_mode: int = 0
     emulation_descriptor: int = 0
     emulation: Emulation | None = None  # where the device emulates
 
@@ -123,69 +122,37 @@ class Problem:
         return (self.compute, self.scale, self.op_a, self.op_b, self.a_mode, self.b_mode, *types, *orders)
 
 
+#: Names of the fields by those of the attributes; others are not modelled.
+_OF_PROBLEM = {
+    "COMPUTE_TYPE": "compute", "SCALE_TYPE": "scale", "TRANSA": "op_a", "TRANSB": "op_b", "EPILOGUE": "epilogue",
+    "BIAS_POINTER": "bias_pointer", "BIAS_DATA_TYPE": "bias_type", "BIAS_BATCH_STRIDE": "bias_batch_stride",
+    "A_SCALE_POINTER": "a_scale", "B_SCALE_POINTER": "b_scale", "A_SCALE_MODE": "a_mode", "B_SCALE_MODE": "b_mode",
+    "EMULATION_DESCRIPTOR": "emulation_descriptor",
+}  # fmt: skip
+_OF_MATRIX = {
+    "TYPE": "type", "ROWS": "rows", "COLS": "cols", "LD": "ld", "ORDER": "order", "BATCH_COUNT": "batch_count",
+    "STRIDED_BATCH_OFFSET": "batch_stride",
+}  # fmt: skip
+
+
 def problem(operation, layouts):
-    dtype = real.get_matmul_desc_attribute_dtype
-
-    def get(name, default):
-        return operation.get(_DESC[name], dtype(_DESC[name]), default)
-
-    _only_modelled(get)
-    a, b, c, d = (_matrix(x, name) for x, name in zip(layouts, "ABCD", strict=True))
-    bias_type = get("BIAS_DATA_TYPE", -1)
-    if bias_type < 0:
-        narrow = a.type in tables.FLOAT8 or a.type == tables.R_4F_E2M1
-        bias_type = tables.R_16BF if narrow and d.type == tables.R_32F else d.type
-    return Problem(
-        compute=get("COMPUTE_TYPE", 0),
-        scale=get("SCALE_TYPE", 0),
-        op_a=get("TRANSA", 0),
-        op_b=get("TRANSB", 0),
-        epilogue=get("EPILOGUE", 1),
-        bias_pointer=get("BIAS_POINTER", 0),
-        bias_type=bias_type,
-        bias_batch_stride=get("BIAS_BATCH_STRIDE", 0),
-        a_scale=get("A_SCALE_POINTER", 0),
-        b_scale=get("B_SCALE_POINTER", 0),
-        a_mode=get("A_SCALE_MODE", 0),
-        b_mode=get("B_SCALE_MODE", 0),
-        a=a,
-        b=b,
-        c=c,
-        d=d,
-        emulation_descriptor=get("EMULATION_DESCRIPTOR", 0),
-    )
+    """Return what a descriptor of an operation and layouts describe."""
+    matrices = [
+        Matrix(name, **_fields(layout, real.MatrixLayoutAttribute, _OF_MATRIX))
+        for name, layout in zip("ABCD", layouts, strict=True)
+    ]
+    found = Problem(*matrices, **_fields(operation, real.MatmulDescAttribute, _OF_PROBLEM))
+    if found.bias_type >= 0:
+        return found
+    is_float32 = found.is_narrow and found.d.type == tables.R_32F
+    return replace(found, bias_type=tables.R_16BF if is_float32 else found.d.type)
 
 
-#: Attributes that change the result and are not modelled.
-_UNMODELLED = (
-    "POINTER_MODE", "TRANSC", "FILL_MODE", "EPILOGUE_AUX_POINTER", "C_SCALE_POINTER", "D_SCALE_POINTER",
-    "AMAX_D_POINTER", "C_SCALE_MODE", "D_SCALE_MODE", "D_OUT_SCALE_MODE", "ALPHA_VECTOR_BATCH_STRIDE",
-)  # fmt: skip
-
-
-def _only_modelled(get):
-    for name in _UNMODELLED:
-        if get(name, 0):
-            raise NotImplementedError(f"the software cuBLASLt does not model {name}")
-
-
-def _matrix(layout, name):
-    def get(attribute, default):
-        member = _LAYOUT[attribute]
-        return layout.get(member, real.get_matrix_layout_attribute_dtype(member), default)
-
-    if get("PLANE_OFFSET", 0) or get("BATCH_MODE", 0):
-        raise NotImplementedError("planes and arrays of pointers are not modelled")
-    return Matrix(
-        name,
-        get("TYPE", 0),
-        get("ROWS", 0),
-        get("COLS", 0),
-        get("LD", 0),
-        get("ORDER", 0),
-        get("BATCH_COUNT", 1),
-        get("STRIDED_BATCH_OFFSET", 0),
-    )
+def _fields(described, attributes, names):
+    values = described.numbers(attributes)
+    if unknown := values.keys() - names.keys():
+        raise NotImplementedError(f"the software cuBLASLt does not model {unknown}")
+    return {names[name]: value for name, value in values.items()}
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -216,8 +183,6 @@ def validate(x, capability, switches):
 def _validate_layout(x):
     if x.order not in (real.Order.COL, real.Order.ROW):
         raise Refusal(NOT_SUPPORTED, f"{x.name}: order {x.order}")
-    if x.type not in tables.DTYPES:
-        raise Refusal(NOT_SUPPORTED, f"{x.name}: type {x.type}")
     if not x.rows or not x.cols or x.batch_count < 1:
         raise Refusal(INVALID_VALUE, f"{x.name}: nothing in {x.shape}")
     if x.ld < (x.rows if x.order == real.Order.COL else x.cols):
@@ -225,8 +190,6 @@ def _validate_layout(x):
 
 
 def _validate_extents(x):
-    if not {x.op_a, x.op_b} <= {0, 1, 2}:
-        raise Refusal(INVALID_VALUE, f"operations {x.op_a}, {x.op_b}")
     rows, inner = (x.a.cols, x.a.rows) if x.op_a else (x.a.rows, x.a.cols)
     other, cols = (x.b.cols, x.b.rows) if x.op_b else (x.b.rows, x.b.cols)
     if (rows, cols) != (x.m, x.n) or inner != other or (x.c.rows, x.c.cols) != (x.m, x.n):

@@ -8,23 +8,9 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-from software_cuda.descriptors import SoftwareLtError
+from nvmath.bindings.cublasLt import cuBLASLtError
 
 _NAMES = tuple(f"libcublasLt.so.{major}" for major in (13, 12))
-_C = {
-    "matmul_desc": "cublasLtMatmulDesc",
-    "matrix_layout": "cublasLtMatrixLayout",
-    "matmul_preference": "cublasLtMatmulPreference",
-    "emulation_desc": "cublasLtEmulationDesc",
-    "matmul_algo_config": "cublasLtMatmulAlgoConfig",
-    "matmul_algo_cap": "cublasLtMatmulAlgoCap",
-}
-_SIZES = {
-    "matmul_desc": (ctypes.c_int, ctypes.c_int),
-    "matrix_layout": (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
-    "matmul_preference": (),
-    "emulation_desc": (),
-}
 
 
 def path():
@@ -43,48 +29,40 @@ def path():
 
 
 class Real:
+    """Functions return their status. Every argument is passed as 64 bits, of which the library reads what it needs."""
+
     def __init__(self, path):
-        self.path = path
         self._library = ctypes.CDLL(path)
+        self.version = int(self._library["cublasLtGetVersion"]())
 
-    def _function(self, name, *types, returns=ctypes.c_int):
-        # A new function object, as attributes of the library are shared.
-        made = self._library[name]
-        made.argtypes, made.restype = types, returns
-        return made
-
-    @property
-    def version(self):
-        return int(self._function("cublasLtGetVersion", returns=ctypes.c_size_t)())
+    def _call(self, kind, action, *arguments):
+        words = "".join(word.capitalize() for word in kind.split("_"))
+        return self._library[f"cublasLt{words}{action}"](*map(ctypes.c_int64, arguments))
 
     def status_name(self, status):
-        function = self._function("cublasLtGetStatusName", ctypes.c_int, returns=ctypes.c_char_p)
-        found = function(status)
-        return found.decode()
+        function = self._library["cublasLtGetStatusName"]
+        function.restype = ctypes.c_char_p
+        return function(status).decode()
 
     def create(self, kind, *arguments):
         made = ctypes.c_void_p()
-        function = self._function(f"{_C[kind]}Create", ctypes.c_void_p, *_SIZES[kind])
-        return function(ctypes.byref(made), *arguments), made.value or 0
+        return self._call(kind, "Create", ctypes.addressof(made), *arguments), made.value or 0
 
     def destroy(self, kind, made):
-        return int(self._function(f"{_C[kind]}Destroy", ctypes.c_void_p)(made))
+        return self._call(kind, "Destroy", made)
 
-    def set(self, kind, made, attribute, address, nbytes):
-        types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
-        return int(self._function(f"{_C[kind]}SetAttribute", *types)(made, attribute, address, nbytes))
+    def set(self, kind, *arguments):
+        return self._call(kind, "SetAttribute", *arguments)
 
-    def get(self, kind, made, attribute, address, nbytes, written):
-        types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        function = self._function(f"{_C[kind]}GetAttribute", *types)
-        return int(function(made, attribute, address, nbytes, written))
+    def get(self, kind, *arguments):
+        return self._call(kind, "GetAttribute", *arguments)
 
 
 def software_status(function, *arguments):
     """Return the status with which a function of the software ends."""
     try:
         function(*arguments)
-    except SoftwareLtError as error:
+    except cuBLASLtError as error:
         return int(error.status)
     return 0
 

@@ -92,18 +92,12 @@ class Part:
             return found
         raise AttributeError(f"the software {self.part} has no {name}")
 
-    def error(self, status, reason):
-        """Return the exception by which this module reports an error; ``status`` is None where any will do."""
-        raise NotImplementedError
-
-
-def acts_anyway(function):
-    """Whether a function acts even where it reports an error, which is then one of earlier work."""
-    return function == "cudaFree" or function.lower().endswith("destroy")
-
 
 def function(method):
-    """Make a method a function of the module: it is recorded, can be made to fail, and raises the module's error."""
+    """Make a method a function of the module: it is recorded, can be made to fail, and raises the module's error.
+
+    ``self.error`` returns that from a status, None where any will do, and a reason.
+    """
     name = method.__name__
 
     @functools.wraps(method)
@@ -112,7 +106,7 @@ def function(method):
         try:
             if plan is None:
                 return method(self, *arguments, **keywords)
-            if acts_anyway(name):
+            if name.endswith("destroy"):  # whose error is one of earlier work
                 method(self, *arguments, **keywords)
         except Refusal as refusal:
             raise self.error(refusal.status, refusal.reason) from None

@@ -97,11 +97,11 @@ def _closure(op):
 
 
 class Scheduler:
-    def __init__(self, policy):
+    def __init__(self):
         self.streams: list[Stream] = []
         self.clock_ms = 0.0
         self._turn = itertools.count(1)
-        self.use(policy)
+        self.use("lazy")
 
     def use(self, policy):
         self.policy = policy

@@ -39,7 +39,6 @@ COMPUTE_64F = frozenset({70, 71})
 COMPUTE_32I = frozenset({72, 73})
 FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9, EMULATED_FIXEDPOINT = 74, 75, 77, 78, 79
 FAST = frozenset({FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9})
-PEDANTIC = frozenset({65, 69, 71, 73})
 
 # ``cublasLtMatmulMatrixScale_t``: the modes that are modelled, and the elements and scales of their blocks.
 SCALAR_32F, VEC16_UE4M3, VEC32_UE8M0, OUTER_VEC_32F, VEC128_32F, BLK128x128_32F = range(6)
@@ -173,7 +172,5 @@ def flags(compute, a, b, *, tf32_forbidden, emulates=False):
         if compute in _FAST_INPUT and not (compute == FAST_TF32 and tf32_forbidden):
             return _FAST_INPUT[compute]
         return FMA | ACCUMULATOR_32F | INPUT_32F
-    if a in (R_64F, C_64F) and compute in PEDANTIC:
-        return FMA | ACCUMULATOR_64F | INPUT_64F
     found = _TENSOR_INPUT[a] | _TENSOR_INPUT[b]
     return found & ~ACCUMULATOR_32F | ACCUMULATOR_16F if compute in COMPUTE_16F else found

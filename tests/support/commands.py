@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowprec.cli import main
 from lowprec.policy import environment
@@ -17,11 +17,11 @@ CAPTURED = object()
 
 
 class Ended(NamedTuple):
-    """The end of a command; ``code`` is negative after a signal."""
+    """The end of a command, with its streams as bytes or text; ``code`` is negative after a signal."""
 
     code: int
-    out: bytes
-    err: bytes
+    out: Any
+    err: Any
 
 
 def forked(act):

@@ -4,20 +4,16 @@
 """
 
 import functools
-import subprocess
-import sys
 
 import pytest
 
 from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend, cpuinfo
 from lowprec.backends.cpu.kernel_rows import kernels_of
+from support.programs import run_python
 
-#: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
 NO_AMX = "this machine has no AMX units (or lowprec no kernels)"
-
-
-#: By the unit.
+#: Reasons of skips by the unit.
 _NO_UNITS = {
     "fp32_avx2": "this machine has no AVX2 units (or lowprec no kernels)",
     "fp32_avx512": "this machine has no AVX-512 (or lowprec no kernels)",
@@ -54,28 +50,20 @@ def units(*some):
 
 _ASKED = """
 import sys, torch
-for n in map(int, sys.argv[1:]):
-    a, b = torch.randn(2, n, n, generator=torch.Generator().manual_seed(0))
-    exact = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
-    low = (a @ b).double()
-    torch.set_float32_matmul_precision("highest")
-    print(n, float((low - exact).norm() / exact.norm()))
+n = int(sys.argv[1])
+a, b = torch.randn(2, n, n, generator=torch.Generator().manual_seed(0))
+exact = a.double() @ b.double()
+torch.set_float32_matmul_precision("medium")
+print(float(((a @ b).double() - exact).norm() / exact.norm()))
 """
 
 
 @functools.cache
-def _errors_at_medium():
-    command = [sys.executable, "-c", _ASKED, "128", "256", "512"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return {int(n): float(error) for n, error in map(str.split, done.stdout.splitlines())}
-
-
 def medium_lowers(n):
-    """Whether PyTorch at "medium" lowers the precision of a float32 product of n x n matrices; n is 128, 256 or 512.
+    """Whether PyTorch at "medium" lowers the precision of a float32 product of n x n matrices.
 
     Queried once, in a process of its own: the instruction sets do not show it. oneDNN multiplies float32
     in bfloat16 where there are AMX units, and not where there are only AVX512-BF16's.
     """
     # bfloat16 rounds each operand by up to 2^-9, which gives about 2e-3; FP32's own 2^-24 gives 3e-7.
-    return _errors_at_medium()[n] > 1e-4
+    return float(run_python(_ASKED, str(n), warn="ignore")) > 1e-4

@@ -9,7 +9,7 @@ import bisect
 import math
 from fractions import Fraction
 
-TINIEST, SMALLEST_NORMAL, LARGEST = Fraction(1, 2**149), Fraction(1, 2**126), Fraction(2**24 - 1) * 2**104
+SMALLEST_NORMAL, LARGEST = Fraction(1, 2**126), Fraction(2**24 - 1) * 2**104
 
 
 def e4m3(code):

@@ -296,15 +296,6 @@ def assert_equal(result, want):
     assert_close(result, widen(want), 0.0)
 
 
-def assert_within_bound(result, a, b, mode="fp32"):
-    """Compare a product with the one of the rounded operands, under the bound of accumulating and storing.
-
-    This is sharper than the mode's bound: a rounding of the wrong kind fails it where the operands
-    are chosen for it.
-    """
-    assert_expression(result, a, b, mode)
-
-
 # -- the whole expression -------------------------------------------------------------------------
 
 
@@ -328,7 +319,10 @@ _NOTHING = Epilogue()
 
 
 def assert_expression(result, a, b, mode="fp32", then=_NOTHING):
-    """Compare the whole of what one call computes with float64.
+    """Compare the whole of what one call computes with float64, under the bound of accumulating and storing.
+
+    This is sharper than the mode's bound: a rounding of the wrong kind fails it where the operands
+    are chosen for it.
 
     The sum ``S = alpha P + beta C + bias`` adds at most six roundings to those of ``P``: the two
     factors as they are converted, the two products with them, two additions; each relative to ``M =
@@ -359,6 +353,10 @@ def assert_expression(result, a, b, mode="fp32", then=_NOTHING):
             value = gelu(value)
         allowed = allowed + storage_bound(np.abs(value) + allowed, result.dtype.name)
     assert_close(result, value, allowed)
+
+
+#: A product alone.
+assert_within_bound = assert_expression
 
 
 # -- operands -------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
-from typing import NamedTuple
 
 import pytest
 
-from support.commands import in_child
+from support.commands import Ended, in_child
 
 TF32 = ("--mode", "tf32")
 GUARD = ("--guard",)
@@ -35,12 +34,6 @@ switch = config.experimental
 """
 
 
-class Seen(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def write(text, name="script.py"):
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +48,13 @@ def start(
     """Run a program under plain python, or under ``lowprec run`` with these options."""
     if under is not None and not options and hasattr(os, "fork"):
         done = in_child("run", *under, *words, stdin=stdin.encode(), variables=variables)
-        return Seen(done.code, done.out.decode(), done.err.decode())
+        return Ended(done.code, done.out.decode(), done.err.decode())
     launched = [] if under is None else ["-m", "lowprec", "run", *under]
     done = subprocess.run(
         [sys.executable, *options, *launched, *words], input=stdin, capture_output=True, text=True, check=False,
         env={**os.environ, **(variables or {})}, timeout=120,
     )  # fmt: skip
-    return Seen(done.returncode, done.stdout, done.stderr)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def run_python(code, *arguments, warn="ignore::DeprecationWarning", timeout=240, **variables):

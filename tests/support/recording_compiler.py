@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lowprec.backends.cuda import libraries
+from software_cuda.machine import DeviceModel
 from software_cuda.recorder import Recorder
-from software_cuda.runtime import DeviceModel, Runtime
+from software_cuda.runtime import Runtime
 
 
 class Loaded(NamedTuple):
@@ -71,7 +72,7 @@ class RecordingCompiler:
 
 def runtime(capability=(9, 0)):
     """Return CUDA's runtime on a machine with one device."""
-    return Runtime(Recorder(), [DeviceModel(capability=capability)], "lazy")
+    return Runtime(Recorder(), [DeviceModel(capability=capability)])
 
 
 @contextmanager

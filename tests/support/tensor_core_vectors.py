@@ -43,18 +43,13 @@ def sample(gpu, fmt):
     return Vectors(a, b, c[:, 0], d[:, 0])
 
 
-def _folders():
-    named = os.environ.get("LOWPREC_TEST_VECTORS")
-    checkout = Path(__file__).resolve().parents[2]
-    return [Path(named)] if named else [checkout.parent / "shared" / "hardware-vectors"]
-
-
 def full(gpu, fmt):
     """Return all vectors of a GPU and a format; None where they are not at hand."""
-    for folder in _folders():
-        if (folder / _NAME).is_file():
-            with np.load(folder / _NAME) as data:
-                found = Vectors(*(data[f"{gpu}_{fmt}_{x}"].view(np.float32) for x in "abcd"))
-                # The results of H100 do not contain c.
-                return found._replace(c=0 * found.c) if gpu == "H100" else found
-    return None
+    beside_checkout = Path(__file__).resolve().parents[3] / "shared" / "hardware-vectors"
+    path = Path(os.environ.get("LOWPREC_TEST_VECTORS") or beside_checkout) / _NAME
+    if not path.is_file():
+        return None
+    with np.load(path) as data:
+        found = Vectors(*(data[f"{gpu}_{fmt}_{x}"].view(np.float32) for x in "abcd"))
+    # The results of H100 do not contain c.
+    return found._replace(c=0 * found.c) if gpu == "H100" else found
