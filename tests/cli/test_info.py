@@ -76,17 +76,6 @@ def test_a_bad_variable_is_a_warning(monkeypatch, name):
     assert (row["value"], row["effect"]) == ("fp17", "refused")
 
 
-def test_the_mode_in_force_and_why(monkeypatch):
-    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
-    assert (info()["mode"]["name"], info()["mode"]["source"]) == ("bf16", "LOWPREC_MATH_MODE")
-    with lowprec.math_mode("tf32"):
-        assert (info()["mode"]["name"], info()["mode"]["source"]) == ("tf32", "with math_mode(...)")
-        with lowprec.fp32_guard():
-            mode = info()["mode"]
-    assert (mode["name"], mode["source"], mode["requested"]) == ("fp32", "fp32_guard", "tf32")
-    assert any("fp32_guard" in reason for reason in mode["reasons"])
-
-
 @pytest.fixture
 def x86_64(monkeypatch):
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "x86_64")
