@@ -111,6 +111,15 @@ def test_errors_are_within_the_bounds_of_the_plan(mode):
             assert plan.bound.relative <= 2, "of use"
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("x", "y"), [(2.0**-140, 2.0**60), (2.0**-75, 2.0**-75)], ids=["operand", "result"])
+def test_the_bound_holds_where_numbers_underflow(mode, x, y):
+    a, b = np.full((2, 4), x, np.float32), np.full((4, 3), y, np.float32)
+    bound = lowprec.plan(a, b, math_mode=mode).bound
+    error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - a.astype(float) @ b.astype(float))
+    assert error <= bound.frobenius(np.sqrt(8) * x, np.sqrt(12) * y, 2, 3)
+
+
 def test_a_number_that_the_floor_rule_clips_reaches_its_bound():
     a, b = np.full((1, 32), np.float32(511.99), np.float32), np.ones((32, 1), np.float32)
     modes = {rule: Recipe("mxfp8", scale_rule=rule) for rule in ("floor", "rceil")}
