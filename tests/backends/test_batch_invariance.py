@@ -76,16 +76,9 @@ def in_steps(x):
     return wide[::3, ::2]
 
 
-def plain(a, b, **given):
-    return lowprec.matmul(a, b, **given)
-
-
 def by_columns(a, b, **given):
-    return lowprec.matmul(np.asfortranarray(a), turned(b), **given)
-
-
-def turned(b):
-    return b if isinstance(b, lowprec.QuantizedArray) else np.asfortranarray(b)
+    turned = b if isinstance(b, lowprec.QuantizedArray) else np.asfortranarray(b)
+    return lowprec.matmul(np.asfortranarray(a), turned, **given)
 
 
 def with_gaps(a, b, **given):
@@ -112,7 +105,7 @@ def in_a_batch(a, b, **given):
     return lowprec.matmul(np.stack([a[::-1], a]), np.stack([b[::-1], b]), **given)[1]
 
 
-LAYOUTS = (plain, by_columns, with_gaps, into_columns, sequence_first, in_a_batch)
+LAYOUTS = (lowprec.matmul, by_columns, with_gaps, into_columns, sequence_first, in_a_batch)
 
 
 def pieces(rng, *, every):

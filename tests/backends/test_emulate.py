@@ -225,22 +225,6 @@ def test_numbers_that_volta_does_not_multiply(mode, operands):
         assert lowprec.plan(*operands, math_mode="fp16").kernel == "volta_float16"
 
 
-@pytest.mark.parametrize("arch", Architecture)
-def test_errors_are_within_the_bound_of_the_architecture(arch, rng):
-    for draw in (rng.random, rng.standard_normal):
-        a, b = (draw(shape).astype(np.float16) for shape in ((8, 2000), (2000, 8)))
-        with emulate(arch):
-            found = lowprec.matmul(a, b, out_dtype="float32")
-            plan = lowprec.plan(a, b, out_dtype="float32")
-        x, y = a.astype(np.float64), b.astype(np.float64)
-        bound = guaranteed(plan, x, y)
-        error = np.abs(found - x @ y)
-        assert (error <= bound).all()
-        if draw == rng.random:
-            # Rounding toward zero adds up on positive data: far above what rounding to nearest would give.
-            assert (error > bound / 100).any()
-
-
 def guaranteed(plan, x, y):
     """Return the bound of a plan for operands in float64, element by element."""
     bound, k = plan.bound, x.shape[-1]
@@ -322,21 +306,6 @@ def test_bounds_hold_on_data_of_all_magnitudes(mode, rng):
         assert (np.abs(found - x @ y) <= allowed + k * 2.0**-53 * (np.abs(x) @ np.abs(y))).all()
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks"])
-def test_bounds_of_float8_sums_hold_on_data_of_all_magnitudes(mode, rng):
-    """The bounds of modes that quantise are of the norms of whole matrices."""
-    for low, high in [(0, 1), (-30, 3), (-110, 14), (-70, 14)] * 8:
-        k = int(rng.choice([1, 3, 17, 100, 700]))
-        sign = rng.choice([abs, lambda x: x])
-        shapes = ((4, k), (k, 3))
-        x, y = (sign(rng.standard_normal(s) * 2.0 ** rng.integers(low, high, s)).astype(np.float32) for s in shapes)
-        with emulate(rng.choice([Architecture.ADA, Architecture.HOPPER, Architecture.BLACKWELL])):
-            found, plan = (f(x, y, math_mode=mode) for f in (lowprec.matmul, lowprec.plan))
-        a, b = x.astype(np.float64), y.astype(np.float64)
-        allowed = plan.bound.frobenius(np.linalg.norm(a), np.linalg.norm(b), 4, 3)
-        assert np.linalg.norm(found - a @ b) <= allowed
-
-
 # -- plans, modes and the guard -------------------------------------------------------------------
 
 
@@ -380,29 +349,14 @@ def test_it_leaves_the_mode_and_the_guard_alone():
 # -- scopes ---------------------------------------------------------------------------------------
 
 
-def test_the_innermost_counts_and_scopes_may_close_out_of_order():
+def test_the_innermost_counts():
     assert emulated_architecture() is None
-    outer, inner = emulate("volta"), emulate("hopper")
-    with outer, inner:
-        assert emulated_architecture() is Architecture.HOPPER
-        with outer:
-            assert emulated_architecture() is Architecture.VOLTA
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__(None, None, None)
-    assert emulated_architecture() is Architecture.HOPPER
-    inner.__exit__(None, None, None)
+    with emulate("Volta") as outer:
+        assert repr(outer) == "emulate('volta')"
+        with emulate("hopper"):
+            assert emulated_architecture() is Architecture.HOPPER
+        assert emulated_architecture() is Architecture.VOLTA
     assert emulated_architecture() is None
-
-
-def test_it_decorates_functions():
-    @emulate("blackwell")
-    def function():
-        return emulated_architecture()
-
-    assert function() is Architecture.BLACKWELL
-    assert emulated_architecture() is None
-    assert repr(emulate("Blackwell")) == "emulate('blackwell')"
 
 
 @pytest.mark.parametrize("name", ["kepler", "", None, 8])

@@ -187,25 +187,6 @@ def test_children_of_threads_that_multiply(count):
     assert is_right(_FORKED_FROM_THREADS, str(count), timeout=30 + 2 * count)
 
 
-@posix
-@needs_kernels
-def test_a_child_of_a_process_that_has_multiplied_has_threads_of_its_own():
-    code = (
-        _COMMON
-        + """
-def work():
-    for i in range(20):
-        check_in_two_threads(random.Random(i))
-
-work()
-said = [child_of(work)() for _ in range(10)]
-work()
-print("\\n".join(filter(None, said)) or "right")
-"""
-    )
-    assert is_right(code)
-
-
 _UNDER_A_LIMIT = """
 import resource, sys, threading
 import numpy as np, lowprec
@@ -250,68 +231,6 @@ else:
 @pytest.mark.sampled(3)
 def test_a_limit_on_the_address_space(warm, megabytes, where):
     assert run_python(_UNDER_A_LIMIT, warm, str(megabytes), where) == "done"
-
-
-@posix
-@pytest.mark.parametrize("delay_ms", [0, 5, 20, 50])
-@pytest.mark.sampled(2)
-def test_a_child_that_is_forked_while_other_threads_import(delay_ms):
-    code = """
-        import os, signal, sys, threading, time
-        import numpy as np
-        import lowprec
-
-        a = np.ones((40, 40), np.float32)  # too small for NumPy's threads, which a fork stops in the parent too
-        def multiply():
-            return lowprec.matmul(a, a, math_mode="bf16")
-        threads = [threading.Thread(target=multiply) for _ in range(4)]
-        for thread in threads: thread.start()
-        time.sleep(float(sys.argv[1]) / 1000)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            os._exit(0 if (multiply() == 40).all() else 1)
-        for thread in threads: thread.join()
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    assert run_python(code, str(delay_ms)) == "0"
-
-
-@posix
-@pytest.mark.parametrize("what", ["q.T", "q._view", "plan.bound"])
-def test_a_child_that_is_forked_while_another_thread_computes_a_property(what):
-    code = """
-        import os, signal, sys, threading, time
-        import numpy as np
-        import lowprec
-        from lowprec.arrays import quantized
-        from lowprec.planning import plan as planning
-
-        def slowly(function):
-            def call(*arguments, **keywords):
-                if threading.current_thread() is not threading.main_thread():
-                    inside.set()
-                    time.sleep(0.3)
-                return function(*arguments, **keywords)
-            return call
-
-        inside = threading.Event()
-        for module, name in ((quantized, "part_shapes"), (quantized, "codes_view"), (planning, "error_bound")):
-            setattr(module, name, slowly(getattr(module, name)))
-        q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp8")
-        plan = lowprec.plan(q.codes.view("float8_e4m3fn"), q.codes.view("float8_e4m3fn"))
-        thread = threading.Thread(target=eval, args=(sys.argv[1], globals()))
-        thread.start()
-        assert inside.wait(10)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
-            eval(sys.argv[1])
-            os._exit(5)
-        thread.join()
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    assert run_python(code, what) == "5"
 
 
 def test_a_subinterpreter_is_refused():

@@ -2,18 +2,16 @@
 
 import ctypes
 import importlib.util
-import os
 import re
 import stat
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lowprec.backends.cpu import library, products
+from lowprec.backends.cpu import library
 from lowprec.errors import BackendError
-from support.programs import posix, run_python
+from support.programs import posix
 
 ROOT = Path(library.__file__).parents[3]
 NATIVE = Path(library.__file__).with_name("native")
@@ -51,21 +49,6 @@ def declared_fields(name):
 def test_structures_are_those_of_the_header(name):
     c_name = "lp_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
     assert list(getattr(library, name)._fields_) == declared_fields(c_name)
-
-
-@needs_sources
-@pytest.mark.parametrize(
-    ("name", "packed", "fields"),
-    [
-        ("lp_call", products._call(*range(13)), [*range(8), [8, 9], [10, 11], 12]),
-        ("lp_flat", np.arange(4).tobytes(), [0, 1, 2, 3, 0]),
-    ],
-)
-def test_packed_structures_are_those_of_the_header(name, packed, fields):
-    struct = type(name, (ctypes.Structure,), {"_fields_": declared_fields(name)})
-    assert len(packed) == ctypes.sizeof(struct)
-    found = [getattr(struct.from_buffer_copy(packed), field) for field, _ in struct._fields_]
-    assert [list(x) if isinstance(x, ctypes.Array) else x or 0 for x in found] == fields
 
 
 @needs_sources
@@ -197,29 +180,3 @@ def test_no_library_on_request_and_on_other_processors(builder, monkeypatch):
     assert initialize(builder)[1][0].endswith(f": there are none for {builder.sys.platform} on riscv64")
     monkeypatch.setenv("LOWPREC_BUILD", "none")
     assert initialize(builder)[1][0].endswith("LOWPREC_BUILD=none")
-
-
-@needs_library
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one CPU, or no masks")
-def test_workers_run_on_the_cpus_of_their_caller():
-    code = """
-        import ctypes, os, threading
-        from lowprec.backends.cpu import library
-
-        work_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
-        def masks():
-            found, came = {}, threading.Event()
-            def work(_, thread):
-                found[threading.get_ident()] = os.sched_getaffinity(0)
-                came.set() if len(found) == 2 else came.wait(10)
-            callback = work_type(work)
-            library.functions().run(callback, None, 2)
-            return list(found.values())
-
-        all_cpus = os.sched_getaffinity(0)
-        assert masks() == [all_cpus, all_cpus]
-        one = {max(all_cpus)}
-        os.sched_setaffinity(0, one)
-        print(masks() == [one, one])
-    """
-    assert run_python(code) == "True"

@@ -5,9 +5,6 @@ import json
 import pytest
 
 from lowprec.backends.cpu import cpuinfo, library
-from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.errors import EnvironmentVariableError
-from lowprec.policy import environment
 from support.programs import run_python
 
 ISA = "LOWPREC_MAX_CPU_ISA"
@@ -95,25 +92,3 @@ def test_info_reports_the_hidden_instruction_sets():
     assert sets["avx2"]["by"] == f"hidden by {ISA}"
     (row,) = (x for x in found["environment"] if x["name"] == ISA)
     assert (row["value"], row["effect"]) == ("baseline", "nothing above baseline is used")
-
-
-def test_a_limit_hides_every_instruction_set_of_a_kernel(monkeypatch):
-    monkeypatch.setenv(ISA, "baseline")
-    environment.refresh()
-    try:
-        hidden = environment.hidden_cpu_flags()
-    finally:
-        environment.refresh()
-    for row in KERNELS:
-        assert set(row.instruction_sets) <= hidden
-        assert bool(row.instruction_sets) is bool(row.requires and not row.requires.endswith("neon"))
-
-
-def test_a_limit_is_read_again_after_a_bad_one(monkeypatch):
-    environment.refresh()
-    monkeypatch.setenv(ISA, "sse")
-    with pytest.raises(EnvironmentVariableError, match=r"LOWPREC_MAX_CPU_ISA must be one of .*, got 'sse'"):
-        cpuinfo.hidden_flags.__wrapped__()
-    monkeypatch.setenv(ISA, "amx")
-    assert cpuinfo.hidden_flags.__wrapped__() == frozenset()
-    environment.refresh()

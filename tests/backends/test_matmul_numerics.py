@@ -1,11 +1,9 @@
-"""Every mode and every storage against float64, on this machine's fastest units and on NumPy alone.
+"""Every mode against float64, on this machine's fastest units and on NumPy alone.
 
 The sharpest tests multiply by a signed permutation: each element of the result is then one rounded
 element of the operand, so that the rounding shows bit by bit through whichever kernel ran. The
 others compare with float64 under the bounds that ``oracles`` derives.
 """
-
-import itertools
 
 import ml_dtypes
 import numpy as np
@@ -15,61 +13,23 @@ import lowprec
 from support import oracles
 from support.machines import MACHINES, fixture
 
-bfloat16 = np.dtype(ml_dtypes.bfloat16)
-
-SINGLE = [np.dtype("float32"), np.dtype("complex64")]
-HALF = [np.dtype("float16"), bfloat16]
-FLOATS = [*SINGLE, *HALF, np.dtype("float64"), np.dtype("complex128")]
-
 #: m, n, k. The large ones take the tile units where there are any; the odd ones leave every tile unfilled.
-SIZES = {
-    "one": (1, 1, 1),
-    "small": (7, 5, 11),
-    "row": (1, 300, 200),
-    "tiles": (256, 256, 256),
-    "ragged": (257, 263, 269),
-    "long": (65, 70, 1500),
-}
+SIZES = {"small": (7, 5, 11), "row": (1, 300, 200), "tiles": (256, 256, 256), "ragged": (257, 263, 269)}
 every_mode = pytest.mark.parametrize("mode", oracles.ALL_MODES)
 rounding_mode = pytest.mark.parametrize("mode", oracles.ROUNDING_MODES)
 small_and_large = pytest.mark.parametrize("size", ["small", "ragged"])
 
 
-def dtype_name(dtype):
-    return np.dtype(dtype).name
-
-
-# -- operands -------------------------------------------------------------------------------------
-
-
-def normal(rng, shape):
-    return rng.standard_normal(shape)
-
-
-def uniform(rng, shape):
-    """One sign: errors that are a bias do not cancel."""
-    return rng.random(shape)
-
-
-def fill(make, dtype, rng, *shapes):
-    found = []
-    for shape in shapes:
-        x = make(rng, shape)
-        if np.dtype(dtype).kind == "c":
-            x = x + 1j * make(rng, shape)
-        found.append(x.astype(dtype))
-    return found
-
-
-def operands(make, dtype, rng, size):
+def uniform(rng, size):
+    """Return operands of one sign: errors that are a bias do not cancel."""
     m, n, k = SIZES[size]
-    return fill(make, dtype, rng, (m, k), (k, n))
+    return rng.random((m, k), np.float32), rng.random((k, n), np.float32)
 
 
-def signed_permutation(n, rng, dtype=np.float32):
+def signed_permutation(n, rng):
     """Return a matrix P with one +-1 per row and column, and what ``x @ P`` does to the columns of x."""
     order, sign = rng.permutation(n), rng.choice([-1, 1], n)
-    matrix = np.zeros((n, n), dtype)
+    matrix = np.zeros((n, n), np.float32)
     matrix[order, np.arange(n)] = sign
     return matrix, lambda x: x[:, order] * sign.astype(x.dtype)
 
@@ -80,21 +40,10 @@ machine = fixture(*MACHINES)
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.dtype("float64"), np.dtype("complex128"), *HALF, np.dtype("int8")], ids=dtype_name
-)
-@small_and_large
-def test_a_mode_has_no_effect_on_other_storage(dtype, size, rng):
-    a, b = operands(lambda r, s: 50 * normal(r, s), dtype, rng, size)
-    plain = lowprec.matmul(a, b)
-    for mode in oracles.ALL_MODES:
-        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), plain)
-
-
 @every_mode
 @pytest.mark.parametrize("size", ["row", "tiles", "ragged"])
 def test_the_plan_keeps_its_promise(mode, size, machine, rng):
-    a, b = operands(uniform, np.float32, rng, size)
+    a, b = uniform(rng, size)
     bound = lowprec.plan(a, b, math_mode=mode).bound
     error = np.abs(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
     relative = bound.relative * (np.abs(a.astype(float)) @ np.abs(b.astype(float)))
@@ -146,29 +95,15 @@ def test_ties_and_the_edges_of_the_range(mode, size, machine, rng):
 @small_and_large
 def test_complex_parts_are_rounded_bit_by_bit(mode, size, machine, rng):
     m, n, _ = SIZES[size]
-    x = fill(normal, np.complex64, rng, (m, n))[0]
-    p, permute = signed_permutation(n, rng, np.complex64)
-    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
-    turned = lowprec.matmul(x, np.complex64(1j) * p, math_mode=mode)
-    oracles.assert_equal(turned, np.complex64(1j) * permute(oracles.round_to(x, mode, -1)))
-
-
-@every_mode
-@pytest.mark.parametrize("size", ["small", "tiles", "ragged", "long"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_name)
-@pytest.mark.sampled(3)
-def test_small_integers_are_exact(mode, size, dtype, machine, rng):
-    # |sum| <= 1500 * 2 * 16^2 < 2^24: every partial sum is an integer that float32 holds.
-    a, b = operands(lambda r, s: r.integers(-16, 17, s).astype(float), dtype, rng, size)
-    exact = oracles.product(a, b)
-    with np.errstate(over="ignore"):
-        oracles.assert_equal(lowprec.matmul(a, b, math_mode=mode), exact.astype(dtype))
-    if dtype in HALF:
-        oracles.assert_equal(lowprec.matmul(a, b, out_dtype="float32"), exact.astype(np.float32))
+    x = (rng.standard_normal((m, n)) + 1j * rng.standard_normal((m, n))).astype(np.complex64)
+    p, permute = signed_permutation(n, rng)
+    for factor in np.complex64([1, 1j]):
+        found = lowprec.matmul(x, factor * p, math_mode=mode)
+        oracles.assert_equal(found, factor * permute(oracles.round_to(x, mode, -1)))
 
 
 @rounding_mode
-@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_stored_numbers_that_a_format_does_not_hold_are_rounded(mode, dtype, machine):
     """In a product with float32; bfloat16 reaches beyond float16, which is the finer one."""
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)[:, None]
@@ -187,7 +122,7 @@ def test_stored_numbers_that_a_format_does_not_hold_are_rounded(mode, dtype, mac
 @every_mode
 @small_and_large
 def test_inf_times_zero_is_nan(mode, size, machine, rng):
-    a, b = operands(uniform, np.float32, rng, size)
+    a, b = uniform(rng, size)
     a[3, 2], b[2, 1] = np.inf, 0.0
     b[2, 0] = np.float32(1e-30)  # zero in float16, next to the numbers of its column
     a[0, 0], b[0, 3] = -0.0, np.inf
@@ -196,19 +131,6 @@ def test_inf_times_zero_is_nan(mode, size, machine, rng):
     assert np.isnan(c[0, 3])
     assert np.isnan(c[3, 0]) == (mode == "fp16")
     oracles.assert_within_bound(c, a, b, mode)
-
-
-@small_and_large
-def test_a_float16_result_overflows_to_infinity(size, machine, rng):
-    m, n, k = SIZES[size]
-    a, b = np.full((m, k), 256, np.float16), np.full((k, n), 255, np.float16)
-    b[:, 0] = -255
-    b[1:, 1] = 0
-    c = lowprec.matmul(a, b)  # 256 * 255 = 65280 fits, twice that does not
-    assert (c[:, 0] == -np.inf).all()
-    assert (c[:, 1] == 65280).all()
-    assert (c[:, 2:] == np.inf).all()
-    assert (lowprec.matmul(a, b, out_dtype="float32")[:, 2:] == 65280.0 * k).all()
 
 
 @every_mode
@@ -225,26 +147,3 @@ def test_subnormal_float32_numbers(mode, size, machine, rng):
         want = permute(oracles.round_to(x, mode, -1)) * scale
         oracles.assert_equal(c, want)
     oracles.assert_within_bound(c, x, scaled, mode)
-
-
-# -- shapes ---------------------------------------------------------------------------------------
-
-
-@every_mode
-def test_every_small_size(mode, rng):
-    a, b = fill(normal, np.float32, rng, (5, 5), (5, 5))
-    for m, n, k in itertools.product(range(6), repeat=3):
-        x, y = a[:m, :k], b[:k, :n]
-        oracles.assert_within_bound(lowprec.matmul(x, y, math_mode=mode), x, y, mode)
-
-
-@every_mode
-@pytest.mark.parametrize("extent", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65])
-def test_around_the_sizes_of_tiles(mode, extent, rng):
-    # One of m, n, k at a time around the size of a tile, the others large enough for the tile units.
-    for m, n, k in ((extent, 512, 256), (512, extent, 256), (512, 512, extent)):
-        p, permute = signed_permutation(k, rng)
-        x = rng.standard_normal((m, k), dtype=np.float32)
-        columns = np.arange(n) % k
-        got = lowprec.matmul(x, p[:, columns], math_mode=mode)
-        oracles.assert_equal(got, permute(oracles.round_to(x, mode, -1))[:, columns])

@@ -137,26 +137,33 @@ MATRICES = {
     "columns": np.asfortranarray,
     "neither": lambda b: np.repeat(b, 2, 1)[:, ::2],
     "backwards": lambda b: b[::-1, ::-1],
+    "a vector": lambda b: b[:, 0].copy(),
     "a stack": lambda b: np.stack([b, b + 1]),
+    "a stack of one": lambda b: b[None],
 }
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "fp64", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", MATRICES)
-def test_a_matrix_that_meets_vectors_is_kept(rng, layout, mode):
+def test_few_rows_read_the_packed_operand(rng, layout, mode):
     small = np.float32(1e-6)  # of float16 these are subnormal
-    b = MATRICES[layout](numbers(rng, "float32", 250, 300) * small)
+    b = MATRICES[layout](numbers(rng, "float32", 50, 33) * small)
     prepared = lowprec.prepare(b, math_mode=mode)
-    a = numbers(rng, "float32", *b.shape[:-2], 1, 250)
-    plan = lowprec.plan(a, prepared, math_mode=mode)
-    assert is_kept(plan)
-    want = lowprec.matmul(a, b, math_mode=mode)
-    same(lowprec.matmul(a, prepared, math_mode=mode), want)
-    spoil(prepared)
-    same(lowprec.matmul(a, prepared, math_mode=mode), want)
-    vector = numbers(rng, "float32", *b.shape[:-2], 300, 1)
-    prepared = lowprec.prepare(vector, math_mode=mode)
-    same(lowprec.matmul(b, prepared, math_mode=mode), lowprec.matmul(b, vector, math_mode=mode))
+    # Matrices, a batch that becomes rows, one that does not, and a vector.
+    rows = [numbers(rng, "float32", *shape) for shape in ((6, 50), (1, 50), (2, 3, 50))]
+    rows.append(numbers(rng, "float32", 2, 5, 50)[:, 1:])
+    given = {"math_mode": mode, "alpha": 0.5}
+    if b.ndim > 1:
+        rows.append(numbers(rng, "float32", 50))
+        given["bias"] = numbers(rng, "float32", 33) * small
+    wanted = [lowprec.matmul(a, b, **given) for a in rows]
+    for _ in range(2):
+        for a, want in zip(rows, wanted, strict=True):
+            same(lowprec.matmul(a, prepared, **given), want)
+            plan = lowprec.plan(a, prepared, **given)
+            assert is_kept(plan) == (mode != "fp32" or plan.kernel_row.packs)
+        if is_kept(plan):
+            spoil(prepared)
 
 
 @pytest.mark.parametrize("strides", oracles.STRIDES)
@@ -174,39 +181,6 @@ def test_nan_that_needs_more_than_16_bits(rng, mode):
     for payload in (0x7FC00000, 0x7FC00001, 0xFFF23456):
         b.view(np.uint32)[3, 7] = payload
         check(a, b, mode)
-
-
-@pytest.mark.parametrize("mode", ["fp32", "fp64", "tf32", "fp16"])
-@pytest.mark.parametrize("layout", ["rows", "columns", "neither", "a vector", "a stack of one"])
-def test_small_products_keep_rows(rng, layout, mode):
-    b = numbers(rng, "float32", 50, 33)
-    if layout == "a vector":
-        b = b[:, 0].copy()
-    elif layout == "a stack of one":
-        b = b[None]
-    else:
-        b = MATRICES[layout](b)
-    prepared = lowprec.prepare(b, math_mode=mode)
-    bias = numbers(rng, "float32", *b.shape[1:][-1:]) if b.ndim > 1 else None
-    given = {"math_mode": mode, "alpha": 0.5, "bias": bias}
-    other = {**given, "bias": None if bias is None else 2 * bias}
-    # A matrix, a vector, a batch that becomes rows, and one that does not.
-    for a in (
-        numbers(rng, "float32", 6, 50),
-        numbers(rng, "float32", 50),
-        numbers(rng, "float32", 3, 2, 50),
-        numbers(rng, "float32", 3, 5, 50)[:, 1:],
-    ):
-        if a.ndim == b.ndim == 1:
-            continue
-        want_other, want = lowprec.matmul(a, b, **other), lowprec.matmul(a, b, **given)
-        same(lowprec.matmul(a, prepared, **other), want_other)
-        same(lowprec.matmul(a, prepared, **given), want)
-        plan = lowprec.plan(a, prepared, **given)
-        assert is_kept(plan) == (mode != "fp32" or plan.kernel_row.packs)
-    if is_kept(plan):
-        spoil(prepared)
-        same(lowprec.matmul(a, prepared, **given), want)
 
 
 def test_later_writes_to_the_array_have_no_effect(rng):
@@ -272,19 +246,6 @@ def test_rtol_and_emulation(rng):
         same(lowprec.matmul(a, prepared, math_mode="bf16"), want)
 
 
-def test_linear(rng):
-    x, weight = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 96, 128)
-    prepared = lowprec.prepare(weight, math_mode="bf16x3")
-    want = lowprec.linear(x, weight, weight[:, 0], activation="relu", math_mode="bf16x3")
-    for _ in range(2):
-        got = lowprec.linear(x, prepared, weight[:, 0], activation="relu", math_mode="bf16x3")
-        same(got, want)
-    assert prepared.T.packed_bytes == prepared.packed_bytes  # the transpose shares what is made
-    same(lowprec.matmul(x, prepared.T, math_mode="bf16x3"), lowprec.matmul(x, weight.T, math_mode="bf16x3"))
-    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(n, k\), got \(128,\)"):
-        lowprec.linear(x, lowprec.prepare(weight[0]))
-
-
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3", "fp16x3"])
 @pytest.mark.parametrize("n", [32, 96])
 def test_the_transpose_of_a_square_matrix_is_packed_separately(rng, n, mode):
@@ -304,6 +265,7 @@ def test_the_report(rng):
     packed = prepared.packed_bytes
     assert 2 * 4 * 96 * 128 <= packed < 3 * 4 * 96 * 128  # two parts, held in float32
     assert prepared.nbytes == 4 * 96 * 128 + packed
+    assert prepared.T.packed_bytes == packed, "the transpose shares them"
     assert repr(prepared) == (
         f"PreparedOperand(float32 (96, 128), col, for fp16x3, on cpu, {packed:,} bytes packed in addition to 49,152)"
     )
@@ -336,6 +298,8 @@ def test_wrong_uses(rng):
         lowprec.prepare(np.ones(()))
     with pytest.raises(lowprec.ArrayError, match="expected an array"):
         lowprec.prepare([[1.0]])
+    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(n, k\), got \(128,\)"):
+        lowprec.linear(a, lowprec.prepare(b[:, 0].copy()))
     with pytest.raises(lowprec.ShapeError, match="has no transpose"):
         _ = lowprec.prepare(b[0]).T
 

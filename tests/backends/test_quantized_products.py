@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import threading
 import weakref
 
 import ml_dtypes
@@ -13,6 +12,7 @@ import lowprec
 from lowprec import recipes
 from lowprec.formats import BLOCK_FORMATS, FLOAT8_E5M2, FLOAT8_E8M0FNU, BlockFormat
 from lowprec.modes import available_modes
+from support.programs import in_threads
 
 #: Blocks along another axis are tested, too.
 pytestmark = pytest.mark.filterwarnings("ignore:b is quantised along axis")
@@ -28,15 +28,11 @@ def check(a, b, found=None, **options):
     """Compare a product with float64 of the operands' values: the bound, and three roundings for the factors."""
     c = lowprec.matmul(a, b, **options) if found is None else found
     made = lowprec.plan(a, b, **options)
-    x, y = (np.asarray(z.dequantize() if hasattr(z, "dequantize") else z, np.float64) for z in (a, values(b)))
+    x, y = (np.asarray(z.dequantize() if hasattr(z, "dequantize") else z, np.float64) for z in (a, b))
     norms = np.linalg.norm(x), np.linalg.norm(y)
     error = np.linalg.norm(np.asarray(c, np.float64) - x @ y)
     assert error <= made.bound.frobenius(*norms, *c.shape[-2:]) + 3 * 2.0**-24 * norms[0] * norms[1]
     return made
-
-
-def values(b):
-    return b._view.quantized if isinstance(b, lowprec.PreparedOperand) else b
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -192,17 +188,7 @@ def test_first_products_in_threads_and_pickles():
     for fmt in FORMATS:
         want = lowprec.matmul(a, lowprec.quantize(b, fmt, axis=0))
         q = pickle.loads(pickle.dumps(lowprec.quantize(b, fmt, axis=0)))
-        results = [None] * 6
-
-        def run(i, q=q, results=results):
-            results[i] = lowprec.matmul(a, q)
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for found in results:
+        for found in in_threads(6, lambda _, q=q: lowprec.matmul(a, q)):
             np.testing.assert_array_equal(found, want)
         turned = lowprec.prepare(lowprec.quantize(b.T.copy(), fmt)).T
         np.testing.assert_array_equal(lowprec.matmul(a, turned), want)

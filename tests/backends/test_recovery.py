@@ -2,10 +2,12 @@
 
 import contextlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
+from lowprec import recipes
 from lowprec.architectures import Architecture
 from lowprec.modes import TABLE, MathMode
 from lowprec.planning import selection
@@ -81,10 +83,11 @@ def test_fp64_rounds_after_the_epilogue(rng):
     assert lowprec.matmul(a, b, c=c, beta=1.0, math_mode="fp32").item() == 0
 
 
-@pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8)])
+@pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8), ("float8_e4m3fn", 4)])
 def test_fp64_rounds_to_a_narrow_result_once(name, digits):
     """1 + 2^-11 + 2^-30: to float32 it is 1 + 2^-11, a tie of float16's, and would go to even."""
-    x, y = np.array([[1 + 2.0**-digits, 2.0**-30]], np.float32), np.ones((2, 1), np.float32)
+    # An operand of FP8 allows results of FP8.
+    x, y = np.array([[1 + 2.0**-digits, 2.0**-30]], np.float32), np.ones((2, 1), ml_dtypes.float8_e4m3fn)
     for sign in (1, -1):
         found = lowprec.matmul(sign * x, y, out_dtype=name, math_mode="fp64")
         assert float(found.item()) == sign * (1 + 2.0 ** (1 - digits))
@@ -196,15 +199,13 @@ def test_ten_thousand_random_problems_are_within_rtol(machine, bound, rng, monke
 def test_the_guard_accepts_fp64_and_no_mode_that_recovers_fp32():
     """A bound as good as fp32's is a promise about the error; the guard promises the arithmetic."""
     with lowprec.fp32_guard():
-        for mode in (*SCHEMES, MathMode.FP32_EMULATED):
+        for mode in (*SCHEMES, MathMode.FP32_EMULATED, *recipes.MODES):
             assert lowprec.policy.resolve(mode).mode is MathMode.FP32
         assert lowprec.policy.resolve("F64_F64_F64").mode is MathMode.FP64
 
 
 def test_exact_numbers_of_a_format_have_one_part():
     """bfloat16 with float32: two products are left of three, one where both are bfloat16."""
-    import ml_dtypes
-
     mode = lowprec.modes.MathMode.BF16X3
     wide, narrow = np.ones((4, 4), np.float32), np.ones((4, 4), ml_dtypes.bfloat16)
     schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule

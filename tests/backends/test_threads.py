@@ -56,29 +56,33 @@ def test_many_concurrent_callers():
 
 
 @needs_library
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_workers_after_fork():
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one CPU, or no masks")
+def test_workers_run_on_the_cpus_of_their_caller_and_after_a_fork():
     code = """
         import ctypes, os, threading
         from lowprec.backends.cpu import library
 
         work_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
-        def both():
-            who, came = set(), threading.Event()
+        def masks():
+            found, came = {}, threading.Event()
             def work(_, thread):
-                who.add(threading.get_ident())
-                came.set() if len(who) == 2 else came.wait(10)
+                found[threading.get_ident()] = os.sched_getaffinity(0)
+                came.set() if len(found) == 2 else came.wait(10)
             callback = work_type(work)
             library.functions().run(callback, None, 2)
-            return len(who)
+            return list(found.values())
 
-        assert both() == 2
+        all_cpus = os.sched_getaffinity(0)
+        assert masks() == [all_cpus, all_cpus]
         child = os.fork()
         if child == 0:
-            os._exit(0 if both() == 2 else 3)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), both())
+            os._exit(0 if masks() == [all_cpus, all_cpus] else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        one = {max(all_cpus)}
+        os.sched_setaffinity(0, one)
+        print(masks() == [one, one])
     """
-    assert run_python(code) == "0 2"
+    assert run_python(code) == "True"
 
 
 @needs_library

@@ -31,23 +31,13 @@ def clock(monkeypatch):
 
 
 def test_variants_take_turns_after_an_untimed_call(clock):
-    variants = {n: clock.variant(n, lambda _: 0.01) for n in ("a", "b", "c")}
-    timings = measure.take_turns(variants, 3, budget=100)
-    turns = [name for name, _ in clock.calls]
-    assert turns == [*"aabbcc", *"bbccaa", *"ccaabb"]
-    assert {len(t.samples) for t in timings.values()} == {3}
-    assert timings["a"].median == pytest.approx(0.01)
-
-
-def test_the_untimed_call_is_not_counted(clock):
     # Every other call is slow: the untimed ones.
-    call = clock.variant("a", lambda count: 5.0 if count % 2 else 0.25)
-    assert measure.take_turns({"a": call}, 3, budget=100)["a"].samples == (0.25, 0.25, 0.25)
-
-
-def test_operands_are_rotated(clock):
-    measure.take_turns({"a": clock.variant("a", lambda _: 0.01)}, 3, budget=100)
-    assert [number for _, number in clock.calls] == [0, 1, 1, 2, 2, 3]
+    variants = {n: clock.variant(n, lambda count: 5.0 if count % 2 else 0.25) for n in ("a", "b", "c")}
+    timings = measure.take_turns(variants, 3, budget=100)
+    assert [name for name, _ in clock.calls] == [*"aabbcc", *"bbccaa", *"ccaabb"]
+    for name, timing in timings.items():
+        assert timing.samples == (0.25, 0.25, 0.25)
+        assert [number for called, number in clock.calls if called == name] == [0, 1, 1, 2, 2, 3], "operands rotate"
 
 
 def test_short_calls_are_repeated(clock):

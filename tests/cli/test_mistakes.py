@@ -39,6 +39,8 @@ PRODUCT = ("plan", "A.npy", "B.npy")
         ((*PRODUCT, "--rtol", "1e-30"), "no math mode guarantees rtol"),
         ((*PRODUCT, "--rtol", "1e-2", "--mode", "tf32"), "exclude each other"),
         ((*PRODUCT, "--out-dtype", "int8"), "out_dtype int8 is not supported"),
+        ((*PRODUCT, "--device", "h20"), "choose one of: cpu, v100"),
+        ((*PRODUCT, "--device", "h20"), "did you mean 'h200'?"),
         (("plan",), "give two .npy files, or --shapes"),
         (("plan", "A.npy"), "give two .npy files, or --shapes"),
         (("plan", "A.npy", "B.npy", "--shapes", "2x2", "2x2"), "not both"),

@@ -1,5 +1,6 @@
 """The command as a process: entry points, streams, signals, what a defect looks like."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -84,34 +85,31 @@ def _pipe_without_reader():
     return open(writer, "wb")
 
 
-@fork
-@writes
-def test_a_reader_that_goes_away_is_no_defect(words, unbuffered):
-    with _pipe_without_reader() as pipe:
-        done = in_child(*words, out=pipe, unbuffered=unbuffered)
-    assert (done.code, done.err) == (141, b"")
+def _full_disk():
+    return open("/dev/full", "wb")
 
 
 @fork
 @full_disk
 @writes
-def test_a_full_disk_behind_standard_output_is_reported(words, unbuffered):
-    with open("/dev/full", "wb") as full:
-        done = in_child(*words, out=full, unbuffered=unbuffered)
-    assert (done.code, done.err) == (2, b"lowprec: cannot write to standard output: No space left on device\n")
-
-
-@fork
-@pytest.mark.parametrize("words", WRITES)
-def test_a_closed_standard_output_is_reported(words):
-    done = in_child(*words, out=None)
-    assert (done.code, done.err) == (2, b"lowprec: cannot write to standard output: it is closed\n")
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        (_pipe_without_reader, 141, b""),
+        (_full_disk, 2, b"lowprec: cannot write to standard output: No space left on device\n"),
+        (contextlib.nullcontext, 2, b"lowprec: cannot write to standard output: it is closed\n"),
+    ],
+)
+def test_standard_output_that_cannot_be_written(words, unbuffered, output, code, said):
+    with output() as stream:
+        done = in_child(*words, out=stream, unbuffered=unbuffered)
+    assert (done.code, done.err) == (code, said)
 
 
 @full_disk
 def test_the_end_of_the_interpreter_adds_nothing():
     """Its own last flush of a stream that has failed."""
-    with _pipe_without_reader() as pipe, open("/dev/full", "w") as full:
+    with _pipe_without_reader() as pipe, _full_disk() as full:
         gone, disk = _run("info", stdout=pipe), _run("info", stdout=full)
         mistake = _run("check", "missing.npy", "B.npy", stderr=full)
     assert (gone.returncode, gone.stderr) == (141, "")
@@ -123,7 +121,7 @@ def test_the_end_of_the_interpreter_adds_nothing():
 @full_disk
 @pytest.mark.parametrize("stream", ["closed", "full", "closed with standard input"])
 def test_a_closed_standard_error_changes_no_exit_code(stream):
-    with open("/dev/full", "wb") as full:
+    with _full_disk() as full:
         how = {"err": full if stream == "full" else None, "stdin": None if "input" in stream else b""}
         mistake = in_child("check", "missing.npy", "B.npy", **how)
         # It has a remark for standard error.
