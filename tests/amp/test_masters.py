@@ -104,8 +104,6 @@ def test_a_damaged_checkpoint_changes_nothing():
     state = weights.state_dict(scaler)
     with pytest.raises(SettingError, match="the checkpoint must be a mapping, got None"):
         weights.load_state_dict(None)
-    with pytest.raises(SettingError, match="policy must be a Policy or one of O0, O1, O2, O3, got 3"):
-        MasterWeights([np.ones(2)], 3)
     with pytest.raises(SettingError, match="the checkpoint lacks scaler"):
         weights.load_state_dict(weights.state_dict(), scaler)
     with pytest.raises(ShapeError, match=r"cannot become one of \(3,\)"):

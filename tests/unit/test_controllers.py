@@ -310,16 +310,6 @@ def test_the_guard_is_a_floor_for_other_libraries_too(register):
     assert library.is_as_before
 
 
-@pytest.mark.usefixtures("clean_policy")
-def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(library, monkeypatch):
-    monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
-    with math_mode("tf32", frameworks=True) as mode:
-        assert library.is_as_before
-        assert "an open fp32_guard keeps it at full FP32" in reason(mode, "one")
-    with fp32_guard(), math_mode("tf32", frameworks=True):
-        assert library.is_full
-
-
 def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(register):
     library = register()
     mode, guard = math_mode("tf32", frameworks=True), fp32_guard()

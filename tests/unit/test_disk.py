@@ -32,11 +32,6 @@ def kept(cache):
     return cache / "kernels" / "x"
 
 
-def _another_user(monkeypatch):
-    """Let what is there belong to another user: this process is not the one who made it, nor is root."""
-    monkeypatch.setattr(disk, "_trusted_users", lambda: (4321,))
-
-
 @posix
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_can_write_is_not_read(kept, mode):
@@ -75,7 +70,8 @@ def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept, cache):
 
 @posix
 def test_another_user_s_file_or_folder_is_not_used(kept, cache, monkeypatch):
-    _another_user(monkeypatch)
+    # This process is neither the user who created them nor root.
+    monkeypatch.setattr(disk, "_trusted_users", lambda: (4321,))
     with pytest.warns(LowprecWarning, match="it belongs to another user"):
         assert disk.read("kernels/x") is None
     kept.unlink()
@@ -181,16 +177,6 @@ def test_unwritable_files_cost_only_warnings(cache, monkeypatch, hindrance):
     # Once: a second warning would be an error here.
     disk.write("kernels/x", b"new")
     assert not [p for p in cache.rglob("*") if p.is_file()]
-
-
-@posix
-@pytest.mark.filterwarnings("ignore::lowprec.LowprecWarning")
-def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache):
-    cache.joinpath("kernels").mkdir(mode=0o700, parents=True)
-    cache.joinpath("kernels", "x").symlink_to("x")
-    assert disk.read("kernels/x") is None
-    disk.write("kernels/x", b"new")  # newer Pythons put the file in its place
-    assert disk.read("kernels/x") in (None, b"new")
 
 
 # -- files that are replaced whole -------------------------------------------------------------------

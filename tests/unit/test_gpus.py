@@ -13,7 +13,6 @@ from lowprec.modes import available_modes, row
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, model_of, parse_model
 from support import machines
-from support.programs import run_python
 
 SQUARE = lowprec.ShapeDtype((4096, 4096), "float32")
 BYTES = 4096 * 4096 * 4
@@ -61,17 +60,13 @@ def test_rates_of_the_formats_of_the_tensor_cores(model):
     ("name", "key"),
     [
         ("h200", "h200"),
-        ("NVIDIA H200", "h200"),
         (" RTX 4090 ", "rtx-4090"),
-        ("GeForce RTX 2080 Ti", "rtx-2080-ti"),
         ("Tesla T4", "t4"),
         ("A100 40GB", "a100-40gb"),
-        ("a100", "a100"),
         ("sm_90", "h100"),
         ("sm90a", "h100"),
         ("9.0", "h100"),
         ("SM_120", "rtx-5090"),
-        ("7.0", "v100"),
     ],
 )
 def test_a_model_has_many_names(name, key):
@@ -89,14 +84,10 @@ def test_an_unknown_model_lists_the_known_ones(name):
     ("name", "key"),
     [
         ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
         ("Tesla V100-SXM2-16GB", "v100"),
         ("Tesla T4", "t4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
         # Cards whose rates no row has: half the L40S's, a fraction of the H200's.
         ("NVIDIA L40", None),
@@ -243,17 +234,6 @@ def test_predictions_read_well_and_are_json(key):
                 parts = max(roofline["arithmetic"], roofline["memory"]) + roofline["rewriting"]
                 assert roofline["seconds"] == pytest.approx(parts)
                 assert parts > 0
-
-
-def test_no_cuda_package_is_needed():
-    code = """
-        import sys
-        for name in ('nvmath', 'cuda', 'torch', 'cupy'): sys.modules[name] = None
-        import lowprec
-        a = lowprec.ShapeDtype((64, 64), 'float32')
-        print(lowprec.plan(a, a, math_mode='bf16', device='h200').capabilities.name)
-    """
-    assert run_python(code) == "NVIDIA H200 SXM"
 
 
 def test_the_cpu_is_a_device():

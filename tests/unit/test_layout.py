@@ -157,15 +157,6 @@ def test_an_out_with_gaps_between_batches_is_not_collapsed():
     assert gemm_layout(spec(a), spec(b), spec(numbered(2, 3, 5))).collapsed
 
 
-def test_batch_strides_are_zero_where_a_matrix_is_broadcast():
-    layout = gemm_layout(spec(numbered(3, 1, 2, 4)), spec(numbered(5, 4, 2)))
-    assert layout.batch_shape == (3, 5)
-    assert layout.a.batch_strides == (8, 0)
-    assert layout.b.batch_strides == (0, 8)
-    # No single step walks either of them; the new result has one.
-    assert (layout.a.batch_stride, layout.b.batch_stride, layout.out.batch_stride) == (None, None, 4)
-
-
 @pytest.mark.parametrize(
     ("out", "words"),
     [

@@ -227,18 +227,3 @@ def test_tensor_cores_of_each_generation():
     assert roundings(32, "float8_e4m3fn", (10, 0)) == 20  # 33/2 + 2 + 1 for the accumulator, rounded up
     assert roundings(100, "float32", (9, 0)) == 100
     assert roundings(100, "tf32", (7, 0)) == 100  # no such units: FP32
-
-
-def test_bounds_on_a_gpu():
-    a = OperandSpec.contiguous(DType.FLOAT32, (64, 4096))
-    b = OperandSpec.contiguous(DType.FLOAT32, (4096, 64))
-
-    def bound(mode, able=GPU):
-        return plan_gemm(GemmProblem(a, b), able, mode).bound
-
-    assert bound(MathMode.FP32).relative == pytest.approx(4096 * 2**-24, rel=1e-3)
-    # Truncation to TF32 is allowed for; rounding scaled float16 values has no condition on the range.
-    assert bound(MathMode.TF32).relative > 2 * 2**-10
-    assert bound(MathMode.FP16).unconditional
-    assert "65504" not in bound(MathMode.FP16).condition
-    assert bound(MathMode.BF16, VOLTA).relative > bound(MathMode.BF16).relative

@@ -97,9 +97,3 @@ def test_a_misspelt_name_is_an_error():
         _ = lowprec.matmull
     with pytest.raises(TypeError, match="math_mod"):
         lowprec.matmul(1, 1, math_mod="tf32")
-
-
-def test_the_package_is_typed():
-    from importlib.resources import files
-
-    assert files("lowprec").joinpath("py.typed").is_file()
