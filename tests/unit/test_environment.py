@@ -111,21 +111,6 @@ def test_the_environment_of_a_child(mode, options, variables, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", ["startup"]),
-        ("one", ["startup", "one"]),
-        ("one::two", ["startup", "one", "", "two"]),
-        ("one:startup:two", ["startup", "one", "two"]),
-    ],
-)
-def test_the_hook_comes_first_and_once(before, after, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", before.replace(":", os.pathsep))
-    found = environment.child_environment("startup", MathMode.TF32)
-    assert found["PYTHONPATH"] == os.pathsep.join(after)
-
-
-@pytest.mark.parametrize(
     ("name", "default"),
     [("OMP_NUM_THREADS", "the library's own choice"), ("LOWPREC_CACHE_DIR", "the user's cache folder of the system")],
 )

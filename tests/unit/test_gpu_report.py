@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ import pytest
 
 import lowprec
 from support.benchmark_modules import BENCHMARKS
-from support.commands import forked
 from support.programs import run_python
 
 SPLIT = ("fp16x3", "bf16x6", "bf16x3", "tf32x3")
@@ -350,26 +348,6 @@ def test_teardown(broken): pass
 """
 
 
-def _digest(load, folder, conftest, left_s=600, **files):
-    """Run pytest on some modules with the plugin; return what the report makes of it."""
-    tests = load("gpu.tests")
-    for name, text in {"conftest": conftest, **files}.items():
-        (folder / f"{name}.py").write_text(text)
-    path = folder / "report.jsonl"
-    variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + left_s)}
-    words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", str(folder), "--capture=no"]
-
-    def act():
-        os.environ.update(variables)
-        os.chdir(folder)
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-            pytest.main([*words, "--continue-on-collection-errors", str(folder)])
-        return 0
-
-    forked(act)
-    return tests.read(path)
-
-
 #: Every test shows a feature: the name of its module.
 _MARKED = """
 def pytest_itemcollected(item):
@@ -378,10 +356,21 @@ def pytest_itemcollected(item):
 
 
 def test_tests_are_counted_by_feature(load, tmp_path):
-    found = _digest(
-        load, tmp_path, _MARKED, test_a=_TESTS, test_b="def test_holds(): pass", test_c="import nothing_at_all",
-        test_d="import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
-    )  # fmt: skip
+    files = {
+        "conftest": _MARKED,
+        "test_a": _TESTS,
+        "test_b": "def test_holds(): pass",
+        "test_c": "import nothing_at_all",
+        "test_d": "import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    tests, path = load("gpu.tests"), tmp_path / "report.jsonl"
+    variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + 600), "PYTHONPATH": str(BENCHMARKS)}
+    words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", ".", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", *words]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, check=False)
+    found = tests.read(path)
     assert found["complete"] is True
     assert found["facts"]["counts"] == {"passed": 2, "failed": 3, "skipped": 2}
     assert {r["feature"]: r["ok"] for r in found["rows"]} == {

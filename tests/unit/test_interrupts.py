@@ -39,15 +39,6 @@ def test_the_exception_arrives_and_the_next_block_is_right(register, error, fail
     assert interrupts.count(nested, check, error, also=FILES) > 20
 
 
-def test_an_interrupted_entry_is_undone(register):
-    library = register()
-    for error in interrupts.interrupted(lambda: fp32_guard().__enter__(), Late, also=FILES):
-        assert type(error) is Late
-        assert not entries.holds
-        assert library.is_as_before
-    assert interrupts.leave() == 1  # of the call without an interrupt
-
-
 def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch):
     """Both get the same values."""
     environment.refresh()

@@ -133,6 +133,7 @@ def test_layouts_of_blas(view, order, leading_dimension, op):
         (numbered(2, 4, 3).swapaxes(1, 2), numbered(4, 5), False),
         (numbered(4, 3, 4)[::2], numbered(4, 5), False),
         (np.broadcast_to(numbered(3, 4), (2, 3, 4)), numbered(4, 5), False),
+        (numbered(3, 2, 3, 4).swapaxes(0, 1), numbered(4, 5), False),
         # Sliding windows: each is a row BLAS can read, together they overlap.
         (as_strided(numbered(9), (6, 1, 4), (4, 4, 4)), numbered(4, 5), False),
         (numbered(1, 3, 4), numbered(4, 5), False),

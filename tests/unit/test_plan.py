@@ -110,6 +110,7 @@ def test_products_are_those_that_the_kernel_runs(dtype, mode, capabilities, prod
     [
         (F32, F32, MathMode.FP32, "float32, as it is", "float32, as it is"),
         (F32, F32, MathMode.BF16, "bfloat16, held in float32", "bfloat16, held in float32"),
+        (F16, F32, MathMode.BF16, "bfloat16, held in float32", "bfloat16, held in float32"),
         (BF16, F32, MathMode.BF16, "bfloat16 values, unchanged, held in float32", "bfloat16, held in float32"),
         (
             BF16,

@@ -186,11 +186,6 @@ def test_decorated_methods_without_an_instance():
             return x, get_math_mode()
 
         @math_mode("bf16")
-        @classmethod
-        def of_class(cls, x):
-            return cls, x, get_math_mode()
-
-        @math_mode("bf16")
         @staticmethod
         async def later(x):
             await asyncio.sleep(0)
@@ -198,7 +193,6 @@ def test_decorated_methods_without_an_instance():
 
     for solver in (Solver, Solver()):
         assert solver.static(3) == (3, BF16)
-        assert solver.of_class(3) == (Solver, 3, BF16)
         assert asyncio.run(solver.later(3)) == (3, BF16)
 
 

@@ -10,8 +10,6 @@ from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.util.strides import overlaps_itself
 
-ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
-
 
 def view_of(array):
     return library_of(array).view(array)
@@ -43,16 +41,8 @@ def layouts(dtype):
     }
 
 
-LAYOUTS = pytest.mark.parametrize("layout", list(layouts(DType.INT8)))
-
-
-def element_address(array, index):
-    """Where NumPy itself puts one element."""
-    return array[(*index, ...)].ctypes.data
-
-
-@ALL_DTYPES
-@LAYOUTS
+@pytest.mark.parametrize("dtype", list(DType), ids=str)
+@pytest.mark.parametrize("layout", list(layouts(DType.INT8)))
 def test_addresses_are_numpys_own(dtype, layout):
     array = layouts(dtype)[layout]
     view = view_of(array)
@@ -63,7 +53,7 @@ def test_addresses_are_numpys_own(dtype, layout):
     for index in itertools.product(*map(range, array.shape)):
         offset = sum(i * s for i, s in zip(index, view.strides, strict=True))
         address = view.address + offset * dtype.itemsize
-        assert address == element_address(array, index)
+        assert address == array[(*index, ...)].ctypes.data
         touched.add(address)
     # Exact at both ends: the lowest byte touched, and one after the highest.
     expected = (min(touched), max(touched) + dtype.itemsize) if touched else (first, first)
