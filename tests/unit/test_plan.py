@@ -199,6 +199,8 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
         (GemmProblem(array(I8, 1, MAX_K_INT8 + 1), array(I8, MAX_K_INT8 + 1, 1)), UnsupportedError,
          "k = 131072: sums of more than 131071 products may overflow int32"),
         (GemmProblem(array(F32, 2, 3), array(F32, 4, 5)), ShapeError, "size 4 is different from 3"),
+        (GemmProblem(array(F32, 2, 1), array(F32, 4, 5)), ShapeError, "size 4 is different from 1"),
+        (GemmProblem(array(F32, 2, 3), array(F32, 1, 5)), ShapeError, "size 1 is different from 3"),
     ],
 )  # fmt: skip
 def test_impossible_products_are_refused_before_any_work(p, error, words):
