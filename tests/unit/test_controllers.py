@@ -35,9 +35,6 @@ def reason(guard, library):
     return next(row.reason for row in guard.report() if row.library == library)
 
 
-# -- entering and leaving -------------------------------------------------------------------------
-
-
 def test_nested_blocks_set_once_and_an_exception_restores(library):
     guard = fp32_guard()
 
@@ -104,9 +101,6 @@ def test_frameworks_that_make_no_sense(register):
         fp32_guard(frameworks="one")
     with pytest.raises(TypeError, match="got 3"):
         math_mode("tf32", frameworks=3)
-
-
-# -- settings of the program inside ---------------------------------------------------------------
 
 
 def test_settings_made_inside_are_kept_and_reported(library):
@@ -392,9 +386,6 @@ def test_cupy_without_a_driver(cupy):
         mode = math_mode("tf32", frameworks=True).__enter__()
     mode.__exit__()
     assert cupy.value == 1
-
-
-# -- data of info() ---------------------------------------------------------------------------------
 
 
 def test_every_switch_is_shown_and_none_that_cannot_be_read(register):

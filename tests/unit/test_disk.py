@@ -180,9 +180,6 @@ def test_unwritable_files_cost_only_warnings(cache, monkeypatch, hindrance):
     assert not [p for p in cache.rglob("*") if p.is_file()]
 
 
-# -- files that are replaced whole -------------------------------------------------------------------
-
-
 # Between the end of a block and its `__exit__`, where a handler may raise, only the collector closes the file.
 @pytest.mark.filterwarnings("ignore:.*unclosed file", "ignore:Exception ignored in:")
 def test_an_interrupt_anywhere_leaves_one_whole_file(tmp_path):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import errors
 from lowprec.backends.cuda import models
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
@@ -157,22 +156,6 @@ def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype):
         warnings.simplefilter("ignore", lowprec.LowprecWarning)
         result = lowprec.matmul(a, b, math_mode="fp64_emulated")
     np.testing.assert_array_equal(result, lowprec.matmul(a, b, math_mode="fp32"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "float64", "complex128"])
-def test_an_argument_gives_a_warning_on_single_precision(dtype, fresh_executors, monkeypatch):
-    """On float64 the mode is what was asked for, emulated or not."""
-    monkeypatch.setattr(errors, "_given", set())
-    x = np.ones((4, 4), dtype)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        lowprec.matmul(x, x, math_mode="fp64_emulated")
-        lowprec.matmul(x, x, math_mode="fp64_emulated")
-    messages = [str(w.message) for w in found]
-    assert len(messages) == (dtype in ("float32", "complex64"))
-    wider = {"float32": "float64", "complex64": "complex128"}.get(dtype, "")
-    parts = f"acts on float64 and complex128 only; {dtype}", f"convert them to {wider}"
-    assert all(part in message for part in parts for message in messages)
 
 
 @pytest.mark.usefixtures("clean_policy")

@@ -26,9 +26,6 @@ PER_CLOCK = {
 }  # fmt: skip
 
 
-# -- the table ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", MODELS, ids=KEYS)
 def test_rates_are_those_of_the_units_and_dense(model):
     """A rate with sparsity, or of sums in 16 bits, would be off by two."""
@@ -119,9 +116,6 @@ def test_the_rates_of_a_present_gpu_follow_its_clock_and_size():
     # An unknown model of a capability between two known ones has the older one's ratio.
     between = models.present(_found(name="NVIDIA A2", capability=(8, 7)))
     assert between.flops_per_byte == parse_model("rtx-3090").flops_per_byte
-
-
-# -- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])

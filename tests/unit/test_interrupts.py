@@ -40,7 +40,6 @@ def test_the_exception_arrives_and_the_next_block_is_right(register, error, fail
 
 
 def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch):
-    """Both get the same values."""
     environment.refresh()
     read, snapshots = environment._read, []
 

@@ -32,9 +32,6 @@ def plan(p, mode=MathMode.FP32, capabilities=BARE):
     return plan_gemm(p, capabilities, mode)
 
 
-# --- kernels ---
-
-
 @pytest.mark.parametrize(
     ("dtype", "mode", "avx2", "avx512", "amx", "neon"),
     [
@@ -102,9 +99,6 @@ def test_products_are_those_that_the_kernel_runs(dtype, mode, capabilities, prod
     assert made.flops == (8 if dtype is C64 else 2) * 512**3
 
 
-# --- modes and element types ---
-
-
 @pytest.mark.parametrize(
     ("a", "b", "mode", "a_becomes", "b_becomes"),
     [
@@ -170,9 +164,6 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
                 plan(problem(compute, out_dtype=dtype))
 
 
-# --- refusals ---
-
-
 @pytest.mark.parametrize(
     ("p", "error", "words"),
     [
@@ -230,8 +221,6 @@ def test_an_unknown_activation_is_refused_with_the_legal_ones(name):
         parse_activation(name)
 
 
-# --- copies ---
-
 STEPPED = OperandSpec(F32, (512, 512), (1024, 2))
 TRANSPOSED = OperandSpec(F32, (512, 512), (1, 512))
 HALF = dataclasses.replace(STEPPED, dtype=F16)
@@ -253,9 +242,6 @@ def test_copies_are_made_only_where_blas_cannot_express_the_strides(p, mode, cap
     copies = plan(p, mode, capabilities).copies
     assert [(copy.operand, copy.nbytes) for copy in copies] == [(name, 4 * 512**2) for name in copied]
     assert all("BLAS cannot" in copy.reason for copy in copies)
-
-
-# --- the plan as a value ---
 
 
 def test_plans_are_cached_hashable_and_picklable():

@@ -131,9 +131,6 @@ def test_results_are_the_same_and_the_cache_holds_no_observer():
     assert executors.look_up(policy.resolve(), x, y, PLAIN) is cached
 
 
-# -- failures -------------------------------------------------------------------------------------
-
-
 class Broken(RuntimeError):
     """An arbitrary error in a product."""
 
@@ -209,9 +206,6 @@ def test_other_threads_are_refused(threads):
 def test_a_label_is_text(label):
     with pytest.raises(lowprec.UnsupportedError, match=r"a label, which is text, got .*its block"):
         lowprec.profile(label)
-
-
-# -- ranges ---------------------------------------------------------------------------------------
 
 
 def test_ranges_name_products():
@@ -447,9 +441,6 @@ def test_json_holds_everything(prof, tmp_path):
     assert (read["label"], read["lowprec"]) == ("mixed", lowprec.__version__)
     assert [p["m"] for p in read["products"]] == [r.m for r in prof.records]
     assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
-
-
-# -- signals and fork -----------------------------------------------------------------------------
 
 
 def test_the_log_has_a_line_for_each_product(caplog):

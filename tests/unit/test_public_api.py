@@ -42,21 +42,6 @@ def test_every_parameter_is_documented(name):
         assert parameter in text, f"{name} does not say what {parameter} is"
 
 
-def signature_of(function):
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-
-def test_the_signature_of_matmul():
-    positional, keyword = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
-    order = ["out", "c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol"]
-    order += ["bound", "k_chunk", "scale_a", "scale_b"]
-    defaults = {**dict.fromkeys(order), "alpha": 1.0, "beta": 0.0}
-    required = [(name, positional, inspect.Parameter.empty) for name in ("a", "b")]
-    keywords = [(name, keyword, defaults[name]) for name in order]
-    assert signature_of(lowprec.matmul) == required + keywords
-    assert {p[0] for p in signature_of(lowprec.plan)} >= {p[0] for p in keywords}
-
-
 @pytest.mark.parametrize("name", ERRORS)
 def test_every_error_is_caught_by_either_name(name):
     kind = getattr(lowprec, name)

@@ -30,7 +30,7 @@ def codes_of(x):
     """One code in each byte."""
     if x.format not in FOUR_BITS:
         return x.codes
-    return np.stack((x.codes & 15, x.codes >> 4), axis=-1).reshape(*x.codes.shape[:-1], -1)
+    return np.stack((x.codes & 15, x.codes >> 4), axis=-1).reshape(*x.codes.shape[:-1], 2 * x.codes.shape[-1])
 
 
 def packed(codes, name):
@@ -68,9 +68,6 @@ def test_the_names_of_formats():
         assert quantize(np.ones(1), name.upper()).format == row.name == name
 
 
-# -- numbers of all codes -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_every_code_with_every_power_of_two(name):
     bits = BLOCK_FORMATS[name].bits
@@ -90,9 +87,6 @@ def test_every_code_with_every_scale_of_nvfp4(scale):
     x = QuantizedArray(packed(codes, "nvfp4"), np.arange(256, dtype=np.uint8)[:, None], "nvfp4", (256, 16), 1, scale)
     twin = [[narrow_twin.dequantized(c, s, "nvfp4", Fraction(scale)) for c in range(16)] for s in range(256)]
     same_bits(x.dequantize(), np.array(twin, np.float32))
-
-
-# -- rounding -------------------------------------------------------------------------------------
 
 
 @rules
@@ -159,11 +153,8 @@ def test_special_blocks(name):
         agree(-x, name)
 
 
-# -- layout ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(1,), (33,), (5, 17), (2, 3, 40), (2, 1, 3, 33), (64, 64)])
+@pytest.mark.parametrize("shape", [(0,), (1,), (33,), (0, 5), (5, 17), (2, 3, 40), (2, 1, 3, 33), (64, 64)])
 def test_every_axis(name, shape, rng):
     row = BLOCK_FORMATS[name]
     x = rng.standard_normal(shape).astype(np.float32)
@@ -283,18 +274,6 @@ def test_arrays_that_are_converted_in_several_parts(name, rng):
     np.testing.assert_array_equal(found.codes[-20:], alone.codes)
     np.testing.assert_array_equal(found.dequantize()[-20:], alone.dequantize())
     assert found.scale == alone.scale
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
-def test_empty_arrays(name, shape):
-    for axis in range(len(shape)):
-        found = quantize(np.zeros(shape, np.float32), name, axis)
-        assert found.dequantize().shape == shape
-        assert found.scale == 1
-
-
-# -- the object -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORMATS)
