@@ -1,6 +1,5 @@
 """Plans of the modes that cuBLASLt emulates itself: where it does, what it costs, and the reasons elsewhere."""
 
-import contextlib
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.selection import select_mode
-from lowprec.policy import environment
 from support import machines
 
 pytestmark = pytest.mark.usefixtures("clean_policy")
@@ -156,21 +154,3 @@ def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype):
         warnings.simplefilter("ignore", lowprec.LowprecWarning)
         result = lowprec.matmul(a, b, math_mode="fp64_emulated")
     np.testing.assert_array_equal(result, lowprec.matmul(a, b, math_mode="fp32"))
-
-
-@pytest.mark.usefixtures("clean_policy")
-@pytest.mark.parametrize("by_variable", [False, True])
-def test_the_guard_computes_in_native_fp64(by_variable, monkeypatch):
-    wide = lowprec.ShapeDtype((64, 64), "float64")
-    assert lowprec.plan(wide, wide, math_mode="fp64_emulated", device="b200").cublas_compute_type is FIXED_POINT
-    guard = contextlib.nullcontext() if by_variable else lowprec.fp32_guard()
-    if by_variable:
-        monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
-        environment.refresh()
-    with guard:
-        made = lowprec.plan(wide, wide, math_mode="fp64_emulated", device="b200")
-    assert made.cublas_compute_type is ComputeType.COMPUTE_64F
-    assert made.resolved is not None
-    assert made.resolved.requested is MathMode.FP64_EMULATED
-    name = "LOWPREC_FP32_GUARD" if by_variable else "fp32_guard"
-    assert made.resolved.reasons[0] == f"{name} raises fp64_emulated (math_mode= argument) to fp32."

@@ -182,15 +182,11 @@ def test_profiles_may_overlap():
     assert (len(first), len(second)) == (2, 2)
 
 
-def run_in_thread(function):
-    thread = threading.Thread(target=function, name="worker")
-    thread.start()
-    thread.join()
-
-
 def test_products_of_all_threads_or_of_one():
     with lowprec.profile() as everything, lowprec.profile(threads="current") as here:
-        run_in_thread(lambda: lowprec.matmul(A, B))
+        thread = threading.Thread(target=lambda: lowprec.matmul(A, B), name="worker")
+        thread.start()
+        thread.join()
         lowprec.matmul(A, B)
     assert [r.thread for r in everything.records] == ["worker", threading.current_thread().name]
     assert [r.thread for r in here.records] == [threading.current_thread().name]
@@ -230,13 +226,6 @@ def test_a_range_ends_with_an_error():
 # -- units ----------------------------------------------------------------------------------------
 
 
-def gpu_plan(dtype, mode, capability):
-    operand = OperandSpec.contiguous(parse_dtype(dtype), (64, 64))
-    problem = PLAIN.problem(operand, operand)
-    found = machines.gpu(capability)
-    return plan_gemm(problem, found, lowprec.MathMode(mode))
-
-
 @pytest.mark.parametrize(
     ("dtype", "mode", "capability", "used", "eligible", "why"),
     [
@@ -248,7 +237,9 @@ def gpu_plan(dtype, mode, capability):
     ],
 )
 def test_tensor_cores(dtype, mode, capability, used, eligible, why):
-    *found, reason = records.units_of(gpu_plan(dtype, mode, capability), used)
+    operand = OperandSpec.contiguous(parse_dtype(dtype), (64, 64))
+    plan = plan_gemm(PLAIN.problem(operand, operand), machines.gpu(capability), lowprec.MathMode(mode))
+    *found, reason = records.units_of(plan, used)
     assert found == [eligible, used]
     assert why in reason
 
