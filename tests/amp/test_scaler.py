@@ -458,7 +458,6 @@ def test_numbers_out_of_range_are_refused(arguments, message):
         ({"_growth_tracker": -1}, "_growth_tracker must be an integer of at least 0"),
         ({"_growth_tracker": 1.5}, "_growth_tracker must be an integer of at least 0, got 1.5"),
         ({"growth_factor": 0.5}, "growth_factor must be above 1"),
-        ({"growth_interval": "5"}, "growth_interval must be an integer of at least 1, got '5'"),
     ],
 )
 def test_a_damaged_state_is_refused_whole(change, message):

@@ -1,4 +1,4 @@
-"""Formats and element types against ml_dtypes, NumPy and the headers of DLPack and CUDA."""
+"""Formats and element types against ml_dtypes and NumPy."""
 
 import itertools
 
@@ -56,30 +56,6 @@ def test_element_type_against_numpy(dtype):
     assert dtype_from_name(dtype.label) is dtype
     if dtype in FLOATS:
         assert dtype.format.name == np.zeros((), known).real.dtype.name
-
-
-@pytest.mark.parametrize(
-    ("name", "dlpack", "cuda"),
-    [
-        # kDLInt 0, kDLFloat 2, kDLBfloat 4, kDLComplex 5, kDLFloat8_e4m3fn 10, kDLFloat8_e5m2 12;
-        # CUDA_R_64F 1, R_32F 0, R_16F 2, R_16BF 14, C_32F 4, C_64F 5, R_8I 3, R_32I 10, R_8F_E4M3 28, R_8F_E5M2 29.
-        ("float64", (2, 64), 1),
-        ("float32", (2, 32), 0),
-        ("float16", (2, 16), 2),
-        ("bfloat16", (4, 16), 14),
-        ("complex64", (5, 64), 4),
-        ("complex128", (5, 128), 5),
-        ("int8", (0, 8), 3),
-        ("int32", (0, 32), 10),
-        ("float8_e4m3fn", (10, 8), 28),
-        ("float8_e5m2", (12, 8), 29),
-    ],
-)
-def test_codes_of_the_headers(name, dlpack, cuda):
-    dtype = dtype_from_name(name)
-    assert dtype_from_dlpack(*dlpack) is dtype
-    assert (dtype.dlpack_code, dtype.bits) == dlpack
-    assert dtype.cuda_data_type == cuda
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3", "int16", "bool", "", "Float32"])

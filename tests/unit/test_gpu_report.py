@@ -39,9 +39,6 @@ def _part(**values):
     return f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(part)!r})\n"
 
 
-# -- parts that end well, and otherwise -----------------------------------------------------------
-
-
 GOOD = {"ok": True}
 
 
@@ -101,9 +98,6 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load, tmp_path):
     results = json.loads((tmp_path / "gpu-here.json").read_text())["results"]
     assert results["device"]["facts"]["name"] == "here"
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
-
-
-# -- the whole ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -207,9 +201,6 @@ def test_it_runs_to_its_end_here(tmp_path, tests):
     assert "not measured" in done.stdout
 
 
-# -- claims ---------------------------------------------------------------------------------------
-
-
 def _speed(kind, n, ratio, *, tuned=False, other="torch"):
     speed = {other: {"median": ratio, "q1": ratio, "q3": ratio}}
     return {"device": "gpu", "kind": kind, "n": n, "tuned": tuned, "speed": speed, "ok": True}
@@ -262,9 +253,6 @@ class HostClock:
         return time.perf_counter() - begin
 
 
-# -- measurements ---------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_questions_about_pending_work(jax, load, tmp_path):
     """In host memory JAX and lowprec wait for each other as they must on a device."""
@@ -277,11 +265,6 @@ def test_questions_about_pending_work(jax, load, tmp_path):
     a, b = work.draw(), work.draw()
     for wrong in (np.zeros((32, 32)), np.full((32, 32), np.nan), work.draw() @ b):
         assert ordering.judge(wrong, a, b)["ok"] is False
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
 @pytest.mark.parametrize("number", range(3))
