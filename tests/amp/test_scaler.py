@@ -111,9 +111,6 @@ def test_overflow_without_end_stops_at_a_floor(torch, arguments, floor):
     assert (ours.unscale(np.float32([floor])) == 1).all()
 
 
-# -- the functional twin --------------------------------------------------------------------------
-
-
 def test_the_twin_is_the_scaler(xp):
     module = {"numpy": np, "torch": getattr(xp, "torch", None)}.get(xp.name)
     module = module or xp.jax.numpy

@@ -115,9 +115,6 @@ def test_settings_made_inside_are_kept_and_reported(library):
     library.values["products"] = "low"
 
 
-# -- failures -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", ["save", "set_mode"])
 def test_a_library_that_fails_is_reported_and_the_others_act(register, step):
     bad, good = register("bad"), register("good")
@@ -343,7 +340,7 @@ def cupy(register, monkeypatch):
     """CuPy's two functions, which set TF32 only where a driver says that the device has it."""
     from lowprec.policy.frameworks.switch_functions import CUPY
 
-    state = SimpleNamespace(value=7, has_driver=True, written=[])
+    state = SimpleNamespace(value=7, has_driver=True)
 
     # CuPy's errors come from a package of another name.
     backend = {"__name__": "cupy_backends.cuda.api.runtime"}
@@ -354,7 +351,6 @@ def cupy(register, monkeypatch):
         if value in (6, 7) and not state.has_driver:
             backend["fail"]()
         state.value = value
-        state.written.append(value)
 
     def get_compute_type(dtype):
         assert dtype == "f"
@@ -364,7 +360,6 @@ def cupy(register, monkeypatch):
     module._core = SimpleNamespace(get_compute_type=get_compute_type, set_compute_type=set_compute_type)
     monkeypatch.setitem(sys.modules, "cupy", module)
     registry.register_controller(CUPY)
-    state.module = module
     return state
 
 
@@ -375,7 +370,6 @@ def test_cupy_is_set_to_its_default_and_put_back(cupy):
         with math_mode("tf32", frameworks=True):
             assert cupy.value == 1
     assert cupy.value == 7
-    assert cupy.written == [1, 7]
 
 
 def test_cupy_without_a_driver(cupy):
@@ -399,13 +393,6 @@ def test_every_switch_is_shown_and_none_that_cannot_be_read(register):
         ("bad", None, None, "thread", "OSError: no driver"),
     ]
     assert one.calls == ["save"]
-
-
-def test_a_version_with_other_switches_is_reported(cupy):
-    cupy.module.__version__ = "99.0"
-    del cupy.module._core.set_compute_type
-    with pytest.warns(LowprecWarning, match=r"CuPy 99\.0 has no cupy\._core\.set_compute_type"):
-        fp32_guard().__enter__().__exit__()
 
 
 def test_a_pytorch_with_other_switches_is_reported(register, monkeypatch):

@@ -12,8 +12,7 @@ from lowprec.backends import disk
 from lowprec.errors import LowprecWarning
 from lowprec.util import atomic
 from support import interrupts
-
-posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
+from support.programs import posix
 
 
 @pytest.fixture
@@ -203,7 +202,7 @@ def test_a_failure_is_the_caller_s(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+@posix
 def test_special_files_are_not_replaced(tmp_path):
     """A pipe represents devices: nothing is lost if it is replaced by mistake."""
     os.mkfifo(tmp_path / "pipe")

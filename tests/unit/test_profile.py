@@ -31,9 +31,6 @@ def no_observer_afterwards():
     assert executors._observer is None
 
 
-# -- what is recorded -----------------------------------------------------------------------------
-
-
 def test_a_record_reports_the_product():
     with lowprec.profile("one") as prof:
         lowprec.matmul(A, B, math_mode="bf16")
@@ -88,7 +85,6 @@ def test_a_profile_that_is_entered_again_goes_on():
         (np.float32, "tf32", True),
         (np.complex64, "tf32", True),
         (np.float64, "float64", False),
-        (np.float16, "float16", False),
         (ml_dtypes.bfloat16, "bfloat16", False),
         (np.int8, "int8", False),
     ],
@@ -221,9 +217,6 @@ def test_a_range_ends_with_an_error():
             raise Broken("inside")
         lowprec.matmul(A, B)
     assert prof.records[0].label == ""
-
-
-# -- units ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
