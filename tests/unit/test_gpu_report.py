@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -300,7 +301,9 @@ def test_rows_of_speed(load, torch, name, monkeypatch):
     speed, shape = load("gpu.speed"), (16, 128, 1 if "vector" in name else 64)
 
     def row():
-        (only,) = speed.measure(torch, name, shape, 0, HostClock(), tune=False)
+        found: list[dict[str, Any]]
+        found = list(speed.measure(torch, name, shape, 0, HostClock(), tune=False))
+        (only,) = found
         return only
 
     found = row()
