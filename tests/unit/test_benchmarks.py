@@ -22,9 +22,6 @@ MACHINE_KEYS = {
 }  # fmt: skip
 
 
-# -- statistics -----------------------------------------------------------------------------------
-
-
 EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.speed gpu.verdicts"
 
 
@@ -75,9 +72,6 @@ def test_a_wrong_product_is_not_timed(load, rng):
         bench.relative_error(wrong, operands, rng)
 
 
-# -- rendering ------------------------------------------------------------------------------------
-
-
 def test_quick_results_are_refused(load, tmp_path):
     result = {"benchmark": "stress", "settings": {"quick": True}}
     (tmp_path / "stress-x.json").write_text(json.dumps(result))
@@ -120,9 +114,6 @@ def test_a_chart_of_other_figures_is_noticed(load, result_file):
     changed["results"][0]["normalised"] *= 2
     result_file.write_text(json.dumps(changed), encoding="utf-8")
     assert not plot.is_current(result_file)
-
-
-# -- the scripts ----------------------------------------------------------------------------------
 
 
 #: By result: the command and the packages that it needs, a column of its results with its values, the limits of its

@@ -1,6 +1,5 @@
 """Plans of the modes that cuBLASLt emulates itself: where it does, what it costs, and the reasons elsewhere."""
 
-import contextlib
 import warnings
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import errors
 from lowprec.backends.cuda import models
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
@@ -16,7 +14,6 @@ from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.selection import select_mode
-from lowprec.policy import environment
 from support import machines
 
 pytestmark = pytest.mark.usefixtures("clean_policy")
@@ -42,17 +39,13 @@ def square(n, dtype=DType.FLOAT32, **more):
         ((7, 0), 120903, False, False),
         ((7, 5), 131000, False, False),
         ((8, 0), 131000, False, True),
-        ((8, 9), 130100, False, True),
         ((9, 0), 130100, False, True),
         # CUDA 13.0 update 1 has cuBLAS 13.0.2, update 2 has 13.1.0.
         ((9, 0), 130002, False, False),
         ((10, 0), 120803, False, False),
         ((10, 0), 120900, True, False),
-        ((10, 0), 130002, True, False),
         ((10, 0), 131000, True, True),
-        ((10, 3), 131000, True, True),
         ((11, 0), 131000, False, True),
-        ((12, 0), 131000, False, True),
         ((12, 1), 131000, False, True),
     ],
 )
@@ -82,8 +75,6 @@ def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(mode, n
     for dtype in dtypes:
         for problem in (square(600, dtype), square(600, dtype, k_chunk=600)):
             found, plain = (plan_gemm(problem, present((10, 0)), x) for x in (mode, native))
-            assert found.call is not None
-            assert plain.call is not None
             assert found.call.compute_type is lower(found).compute_type is (BF16X9 if dtype in SINGLE else FIXED_POINT)
             for name in ("first", "second", "d", "scale_dtype", "staged", "pack_a", "pack_b"):
                 assert getattr(found.call, name) == getattr(plain.call, name), name
@@ -133,7 +124,6 @@ def test_predictions_show_it():
     assert "kernel cublaslt_bf16x9: cuBLASLt's BF16x9 emulation of FP32" in text
     assert "compute type COMPUTE_32F_EMULATED_16BFX9" in text
     assert "a becomes float32, split by cuBLASLt into bfloat16 parts" in text
-    assert made.roofline is not None
     # Nine products of bfloat16 numbers at the B200's peak rate.
     assert made.roofline.arithmetic == pytest.approx(9 * 2 * 256 * 4096 * 4096 / 2250e12)
     wide = lowprec.ShapeDtype((64, 64), "float64")
@@ -161,37 +151,3 @@ def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype):
         warnings.simplefilter("ignore", lowprec.LowprecWarning)
         result = lowprec.matmul(a, b, math_mode="fp64_emulated")
     np.testing.assert_array_equal(result, lowprec.matmul(a, b, math_mode="fp32"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "float64", "complex128"])
-def test_an_argument_gives_a_warning_on_single_precision(dtype, fresh_executors, monkeypatch):
-    """On float64 the mode is what was asked for, emulated or not."""
-    monkeypatch.setattr(errors, "_given", set())
-    x = np.ones((4, 4), dtype)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        lowprec.matmul(x, x, math_mode="fp64_emulated")
-        lowprec.matmul(x, x, math_mode="fp64_emulated")
-    messages = [str(w.message) for w in found]
-    assert len(messages) == (dtype in ("float32", "complex64"))
-    wider = {"float32": "float64", "complex64": "complex128"}.get(dtype, "")
-    parts = f"acts on float64 and complex128 only; {dtype}", f"convert them to {wider}"
-    assert all(part in message for part in parts for message in messages)
-
-
-@pytest.mark.usefixtures("clean_policy")
-@pytest.mark.parametrize("by_variable", [False, True])
-def test_the_guard_computes_in_native_fp64(by_variable, monkeypatch):
-    wide = lowprec.ShapeDtype((64, 64), "float64")
-    assert lowprec.plan(wide, wide, math_mode="fp64_emulated", device="b200").cublas_compute_type is FIXED_POINT
-    guard = contextlib.nullcontext() if by_variable else lowprec.fp32_guard()
-    if by_variable:
-        monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
-        environment.refresh()
-    with guard:
-        made = lowprec.plan(wide, wide, math_mode="fp64_emulated", device="b200")
-    assert made.cublas_compute_type is ComputeType.COMPUTE_64F
-    assert made.resolved is not None
-    assert made.resolved.requested is MathMode.FP64_EMULATED
-    name = "LOWPREC_FP32_GUARD" if by_variable else "fp32_guard"
-    assert made.resolved.reasons[0] == f"{name} raises fp64_emulated (math_mode= argument) to fp32."

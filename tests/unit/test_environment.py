@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lowprec.errors import EnvironmentVariableError, LowprecError
+from lowprec.errors import EnvironmentVariableError
 from lowprec.modes import MathMode, available_modes
 from lowprec.policy import environment
 from support.programs import run_python
@@ -32,49 +32,38 @@ def test_blank_is_unset(name, blank, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "mode"), [("tf32", MathMode.TF32), (" BF16 ", MathMode.BF16), ("F16_F16_F32", MathMode.FP16)]
+    ("name", "text", "field", "value", "effect"),
+    [
+        ("LOWPREC_MATH_MODE", "tf32", "math_mode", MathMode.TF32, "tf32"),
+        ("LOWPREC_MATH_MODE", " BF16 ", "math_mode", MathMode.BF16, "bf16"),
+        ("LOWPREC_MATH_MODE", "F16_F16_F32", "math_mode", MathMode.FP16, "fp16"),
+        ("LOWPREC_FORCE_MATH_MODE", "fp32_pedantic", "force_math_mode", MathMode.FP32_PEDANTIC, "fp32_pedantic"),
+        ("LOWPREC_FP32_GUARD", " 1 ", "fp32_guard", True, "no product is below full FP32"),
+        ("LOWPREC_FP32_GUARD", "0", "fp32_guard", False, "no guard"),
+        ("NVIDIA_TF32_OVERRIDE", " 0 ", "tf32_off", True, "TF32 is off"),
+        ("NVIDIA_TF32_OVERRIDE", "1", "tf32_off", False, "lowprec does not act on this value"),
+        ("NVIDIA_TF32_OVERRIDE", "00", "tf32_off", False, "lowprec does not act on this value"),
+    ],
 )
-def test_mode_variables(text, mode, monkeypatch):
-    monkeypatch.setenv("LOWPREC_MATH_MODE", text)
-    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "fp32_pedantic")
-    taken = environment.snapshot()
-    assert taken.math_mode is mode
-    assert taken.force_math_mode is MathMode.FP32_PEDANTIC
-    assert row_of("LOWPREC_MATH_MODE").effect == mode.value
+def test_legal_values(name, text, field, value, effect, monkeypatch):
+    environment.rows()  # takes no snapshot
+    monkeypatch.setenv(name, text)
+    assert getattr(environment.snapshot(), field) is value
+    assert row_of(name).effect == effect
+    remarked = ["NVIDIA reserves every value but 0" in problem for problem in environment.problems()]
+    assert remarked == [True] * effect.startswith("lowprec does not act")
 
 
 @pytest.mark.parametrize("name", MODE_VARIABLES)
-def test_a_bad_mode_names_variable_value_and_legal_values(name, monkeypatch):
+def test_a_bad_mode_is_an_error_and_a_row_and_is_not_kept(name, monkeypatch):
     monkeypatch.setenv(name, "fp23")
-    with pytest.raises(EnvironmentVariableError, match=f"{name}.*'fp23'.*unset") as caught:
+    with pytest.raises(EnvironmentVariableError, match=f"{name}.*'fp23' is not a math mode.*unset") as caught:
         environment.snapshot()
     assert all(mode.value in str(caught.value) for mode in available_modes())
-    assert isinstance(caught.value, LowprecError)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_a_bad_value_is_a_row_and_is_not_kept(monkeypatch):
-    monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
-    row = row_of("LOWPREC_MATH_MODE")
-    assert (row.value, row.effect) == ("fp23", "refused")
-    (problem,) = environment.problems()
-    assert problem == row.problem
-    assert "'fp23' is not a math mode" in problem
-    with pytest.raises(EnvironmentVariableError, match="LOWPREC_MATH_MODE"):
-        environment.snapshot()
-    monkeypatch.setenv("LOWPREC_MATH_MODE", "fp16")
-    assert environment.snapshot().math_mode is MathMode.FP16
-
-
-@pytest.mark.parametrize(
-    ("text", "off", "remarks"), [("0", True, 0), (" 0 ", True, 0), ("1", False, 1), ("00", False, 1), ("off", False, 1)]
-)
-def test_only_zero_turns_tf32_off(text, off, remarks, monkeypatch):
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
-    assert environment.snapshot().tf32_off is off
-    problems = environment.problems()
-    assert len(problems) == remarks
-    assert all("NVIDIA reserves every value but 0" in p for p in problems)
+    assert (row_of(name).value, row_of(name).effect) == ("fp23", "refused")
+    assert environment.problems() == (row_of(name).problem,) == (str(caught.value),)
+    monkeypatch.setenv(name, "fp16")
+    assert environment.snapshot().texts[name] == "fp16"
 
 
 @pytest.mark.parametrize("name", READ_ONCE)
@@ -90,88 +79,40 @@ def test_the_first_value_holds(name, monkeypatch):
     assert environment.snapshot() is not first
 
 
-@pytest.mark.parametrize(("text", "on"), [("1", True), (" 1 ", True), ("0", False)])
-def test_the_guard_variable(text, on, monkeypatch):
-    monkeypatch.setenv("LOWPREC_FP32_GUARD", text)
-    assert environment.snapshot().fp32_guard is on
-    effect = "no product is below full FP32" if on else "no guard"
-    assert row_of("LOWPREC_FP32_GUARD").effect == effect
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
+    monkeypatch.setenv("LOWPREC_FP32_GUARD", "yes")
+    with pytest.raises(EnvironmentVariableError, match="LOWPREC_FP32_GUARD must be one of 0, 1, got 'yes'; or unset"):
+        environment.snapshot()
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "read"),
+    ("mode", "options", "variables"),
     [
-        ("LOWPREC_FP32_GUARD", "yes", environment.snapshot),
-        ("LOWPREC_PEER_ACCESS", "2", environment.PEER_ACCESS.current),
+        (MathMode.TF32, {}, {"LOWPREC_MATH_MODE": "tf32", "LOWPREC_RUN": "tf32"}),
+        (MathMode.BF16, {"force": True}, {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"}),
+        (None, {"guard": True}, {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"}),
+        (None, {"profile": True}, {"LOWPREC_RUN_PROFILE": "1"}),
+        (None, {"intercept": "{}"}, {"LOWPREC_RUN_INTERCEPT": "{}"}),
     ],
 )
-def test_a_switch_that_is_neither_on_nor_off_is_an_error(name, text, read, monkeypatch):
-    monkeypatch.setenv(name, text)
-    with pytest.raises(EnvironmentVariableError, match=f"{name} must be one of 0, 1, got '{text}'; or unset it"):
-        read()
-
-
-@pytest.mark.parametrize(
-    ("mode", "force", "variables"),
-    [
-        (MathMode.TF32, False, {"LOWPREC_MATH_MODE": "tf32", "LOWPREC_RUN": "tf32"}),
-        (MathMode.BF16, True, {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"}),
-        (None, False, {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"}),
-    ],
-)
-def test_the_environment_of_a_child(mode, force, variables, monkeypatch):
+def test_the_environment_of_a_child(mode, options, variables, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
-    found = environment.child_environment("startup", mode, guard=mode is None, force=force)
+    found = environment.child_environment("startup", mode, **options)
     assert found == {**before, **variables, "PYTHONPATH": "startup", "LOWPREC_RUN_PROGRAM": str(os.getpid())}
     assert dict(os.environ) == before
 
 
-def test_reports_of_a_child(monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    before = dict(os.environ) | {"LOWPREC_RUN_PROGRAM": str(os.getpid())}
-    found = environment.child_environment("startup", None, profile=True)
-    assert found == {**before, "PYTHONPATH": "startup", "LOWPREC_RUN_PROFILE": "1"}
-    found = environment.child_environment("startup", MathMode.TF32, intercept="{}")
-    assert found["LOWPREC_RUN_INTERCEPT"] == "{}"
-    assert "LOWPREC_RUN_PROFILE" not in found
-
-
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", ["startup"]),
-        ("one", ["startup", "one"]),
-        ("one::two", ["startup", "one", "", "two"]),
-        ("one:startup:two", ["startup", "one", "two"]),
-    ],
+    ("name", "default"),
+    [("OMP_NUM_THREADS", "the library's own choice"), ("LOWPREC_CACHE_DIR", "the user's cache folder of the system")],
 )
-def test_the_hook_comes_first_and_once(before, after, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", before.replace(":", os.pathsep))
-    found = environment.child_environment("startup", MathMode.TF32)
-    assert found["PYTHONPATH"] == os.pathsep.join(after)
-
-
-def test_rows_do_not_take_the_snapshot(monkeypatch):
-    environment.rows()
-    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
-    assert environment.snapshot().math_mode is MathMode.BF16
-
-
-def test_thread_variables_are_shown_as_they_are(monkeypatch):
+def test_other_variables_are_read_at_every_use(name, default, monkeypatch):
     environment.snapshot()
-    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
-    assert row_of("OMP_NUM_THREADS").effect == "4,2"
-    assert row_of("MKL_NUM_THREADS").effect == "the library's own choice"
+    assert row_of(name).effect == default
+    monkeypatch.setenv(name, "4,2")
+    assert row_of(name).effect == "4,2"
     assert environment.problems() == ()
-
-
-def test_the_cache_directory_is_read_at_every_use(monkeypatch):
-    environment.snapshot()
-    assert environment.CACHE_DIR.current() is None
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", "somewhere")
-    assert environment.CACHE_DIR.current() == "somewhere"
-    assert row_of("LOWPREC_CACHE_DIR").effect == "somewhere"
 
 
 def test_a_bad_value_does_not_break_the_import():

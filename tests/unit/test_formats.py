@@ -1,4 +1,4 @@
-"""Formats and element types against ml_dtypes, NumPy and the headers of DLPack and CUDA."""
+"""Formats and element types against ml_dtypes and NumPy."""
 
 import itertools
 
@@ -10,21 +10,21 @@ from lowprec import formats
 from lowprec.errors import DTypeError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name, operand_names, promote
 
-REAL_FLOATS = [d for d in DType if d.format is not None and not d.is_complex]
+FLOATS = [d for d in DType if d.format is not None]
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+#: Formats of elements, and those of the codes of quantised arrays.
+FORMATS = [d.format for d in FLOATS if not d.is_complex] + [formats.FLOAT4_E2M1FN, formats.FLOAT8_E8M0FNU]
 
 
 def numpy_dtype(dtype):
     return np.dtype(getattr(ml_dtypes, dtype.label) if dtype.label in ML_DTYPES else dtype.label)
 
 
-@pytest.mark.parametrize("dtype", REAL_FLOATS, ids=str)
-def test_format_against_finfo(dtype):
-    info = ml_dtypes.finfo(numpy_dtype(dtype))
-    fmt = dtype.format
-    assert fmt is not None
-    assert fmt.name == dtype.label
-    assert dtype.bits == info.bits
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_format_against_finfo(fmt):
+    dtype = np.dtype(getattr(ml_dtypes, fmt.name, fmt.name))
+    info = ml_dtypes.finfo(dtype)
     assert fmt.precision == info.nmant + 1
     assert fmt.emin == info.minexp
     # finfo counts the exponent above the largest number, 2^maxexp.
@@ -33,9 +33,7 @@ def test_format_against_finfo(dtype):
     assert fmt.smallest_normal == float(info.smallest_normal)
     assert fmt.smallest_subnormal == float(info.smallest_subnormal)
     assert fmt.unit_roundoff == float(info.eps) / 2
-    cast = np.array(np.inf).astype(numpy_dtype(dtype)).astype(np.float64)
-    assert np.isinf(cast) == fmt.has_infinity
-    assert np.isnan(cast) != fmt.has_infinity
+    assert np.isinf(np.array(np.inf).astype(dtype).astype(np.float64)) == fmt.has_infinity
 
 
 def test_tf32_has_float16s_precision_and_float32s_range():
@@ -56,36 +54,8 @@ def test_element_type_against_numpy(dtype):
     assert dtype.is_complex == (known.kind == "c")
     assert dtype.is_float8 == dtype.label.startswith("float8")
     assert dtype_from_name(dtype.label) is dtype
-    if dtype.is_complex:
-        assert dtype.format is numpy_real(known).format
-
-
-def numpy_real(known):
-    return dtype_from_name(np.zeros((), known).real.dtype.name)
-
-
-@pytest.mark.parametrize(
-    ("name", "dlpack", "cuda"),
-    [
-        # kDLInt 0, kDLFloat 2, kDLBfloat 4, kDLComplex 5, kDLFloat8_e4m3fn 10, kDLFloat8_e5m2 12;
-        # CUDA_R_64F 1, R_32F 0, R_16F 2, R_16BF 14, C_32F 4, C_64F 5, R_8I 3, R_32I 10, R_8F_E4M3 28, R_8F_E5M2 29.
-        ("float64", (2, 64), 1),
-        ("float32", (2, 32), 0),
-        ("float16", (2, 16), 2),
-        ("bfloat16", (4, 16), 14),
-        ("complex64", (5, 64), 4),
-        ("complex128", (5, 128), 5),
-        ("int8", (0, 8), 3),
-        ("int32", (0, 32), 10),
-        ("float8_e4m3fn", (10, 8), 28),
-        ("float8_e5m2", (12, 8), 29),
-    ],
-)
-def test_codes_of_the_headers(name, dlpack, cuda):
-    dtype = dtype_from_name(name)
-    assert dtype_from_dlpack(*dlpack) is dtype
-    assert (dtype.dlpack_code, dtype.bits) == dlpack
-    assert dtype.cuda_data_type == cuda
+    if dtype in FLOATS:
+        assert dtype.format.name == np.zeros((), known).real.dtype.name
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3", "int16", "bool", "", "Float32"])
@@ -93,7 +63,6 @@ def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(DTypeError, match=f"dtype '{name}' is not supported") as caught:
         dtype_from_name(name)
     assert str(caught.value).endswith(operand_names())
-    assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("triple", [(1, 8), (2, 128), (3, 64), (6, 8), (2, 32, 4)])
@@ -104,33 +73,21 @@ def test_an_unknown_dlpack_type_names_its_parts(triple):
         dtype_from_dlpack(*triple)
 
 
-PROMOTED = [d for d in DType if d.format is not None and not d.is_float8]
-FLOATS = [d for d in DType if d.format is not None]
-
-
 def expected_promotion(a, b):
+    """Return NumPy's common type, and what JAX and PyTorch agree on where NumPy with ml_dtypes has none."""
+    if DType.FLOAT8_E4M3FN in (a, b) and DType.FLOAT8_E5M2 in (a, b):
+        return DType.BFLOAT16
+    if a.is_float8 or b.is_float8:
+        return b if a.is_float8 else a
     if {a, b} == {DType.BFLOAT16, DType.FLOAT16}:
-        return DType.FLOAT32  # NumPy with ml_dtypes gives up on this pair; JAX and torch agree on it
+        return DType.FLOAT32
     return dtype_from_name(np.promote_types(numpy_dtype(a), numpy_dtype(b)).name)
 
 
-@pytest.mark.parametrize(("a", "b"), [*itertools.product(PROMOTED, repeat=2)], ids=str)
-def test_promotion_of_floats_is_numpys(a, b):
-    assert promote(a, b) is expected_promotion(a, b)
-
-
-@pytest.mark.parametrize("small", [DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2], ids=str)
-def test_float8_is_promoted_to_any_other_float(small):
-    for other in PROMOTED:
-        assert promote(small, other) is promote(other, small) is other
-    assert promote(DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2) is DType.BFLOAT16
-
-
 @pytest.mark.parametrize(("a", "b"), [*itertools.combinations_with_replacement(DType, 2)], ids=str)
-def test_operands_without_a_common_type(a, b):
+def test_promotion(a, b):
     if a is b or (a in FLOATS and b in FLOATS):
-        assert promote(a, b) is promote(b, a)
-        assert a is not b or promote(a, b) is a
+        assert promote(a, b) is promote(b, a) is expected_promotion(a, b)
         return
     for first, second in ((a, b), (b, a)):
         with pytest.raises(DTypeError, match=f"{first} and {second} have no common type"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ import pytest
 
 import lowprec
 from support.benchmark_modules import BENCHMARKS
-from support.commands import forked
 from support.programs import run_python
 
 SPLIT = ("fp16x3", "bf16x6", "bf16x3", "tf32x3")
@@ -39,9 +37,6 @@ def _part(**values):
     """Code that writes a part."""
     part = {"complete": True, "facts": {}, "rows": [], **values}
     return f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(part)!r})\n"
-
-
-# -- parts that end well, and otherwise -----------------------------------------------------------
 
 
 GOOD = {"ok": True}
@@ -103,9 +98,6 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load, tmp_path):
     results = json.loads((tmp_path / "gpu-here.json").read_text())["results"]
     assert results["device"]["facts"]["name"] == "here"
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
-
-
-# -- the whole ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -209,9 +201,6 @@ def test_it_runs_to_its_end_here(tmp_path, tests):
     assert "not measured" in done.stdout
 
 
-# -- claims ---------------------------------------------------------------------------------------
-
-
 def _speed(kind, n, ratio, *, tuned=False, other="torch"):
     speed = {other: {"median": ratio, "q1": ratio, "q3": ratio}}
     return {"device": "gpu", "kind": kind, "n": n, "tuned": tuned, "speed": speed, "ok": True}
@@ -264,9 +253,6 @@ class HostClock:
         return time.perf_counter() - begin
 
 
-# -- measurements ---------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_questions_about_pending_work(jax, load, tmp_path):
     """In host memory JAX and lowprec wait for each other as they must on a device."""
@@ -279,11 +265,6 @@ def test_questions_about_pending_work(jax, load, tmp_path):
     a, b = work.draw(), work.draw()
     for wrong in (np.zeros((32, 32)), np.full((32, 32), np.nan), work.draw() @ b):
         assert ordering.judge(wrong, a, b)["ok"] is False
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -350,26 +331,6 @@ def test_teardown(broken): pass
 """
 
 
-def _digest(load, folder, conftest, left_s=600, **files):
-    """Run pytest on some modules with the plugin; return what the report makes of it."""
-    tests = load("gpu.tests")
-    for name, text in {"conftest": conftest, **files}.items():
-        (folder / f"{name}.py").write_text(text)
-    path = folder / "report.jsonl"
-    variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + left_s)}
-    words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", str(folder), "--capture=no"]
-
-    def act():
-        os.environ.update(variables)
-        os.chdir(folder)
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-            pytest.main([*words, "--continue-on-collection-errors", str(folder)])
-        return 0
-
-    forked(act)
-    return tests.read(path)
-
-
 #: Every test shows a feature: the name of its module.
 _MARKED = """
 def pytest_itemcollected(item):
@@ -378,10 +339,21 @@ def pytest_itemcollected(item):
 
 
 def test_tests_are_counted_by_feature(load, tmp_path):
-    found = _digest(
-        load, tmp_path, _MARKED, test_a=_TESTS, test_b="def test_holds(): pass", test_c="import nothing_at_all",
-        test_d="import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
-    )  # fmt: skip
+    files = {
+        "conftest": _MARKED,
+        "test_a": _TESTS,
+        "test_b": "def test_holds(): pass",
+        "test_c": "import nothing_at_all",
+        "test_d": "import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    tests, path = load("gpu.tests"), tmp_path / "report.jsonl"
+    variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + 600), "PYTHONPATH": str(BENCHMARKS)}
+    words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", ".", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", *words]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, check=False)
+    found = tests.read(path)
     assert found["complete"] is True
     assert found["facts"]["counts"] == {"passed": 2, "failed": 3, "skipped": 2}
     assert {r["feature"]: r["ok"] for r in found["rows"]} == {

@@ -13,7 +13,6 @@ from lowprec.modes import available_modes, row
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, model_of, parse_model
 from support import machines
-from support.programs import run_python
 
 SQUARE = lowprec.ShapeDtype((4096, 4096), "float32")
 BYTES = 4096 * 4096 * 4
@@ -25,9 +24,6 @@ PER_CLOCK = {
     (7, 0): (128, 1024), (7, 5): (128, 1024), (8, 0): (128, 2048), (8, 6): (256, 1024), (8, 9): (256, 1024),
     (9, 0): (256, 4096), (10, 0): (256, 8192), (12, 0): (256, 1024),
 }  # fmt: skip
-
-
-# -- the table ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS, ids=KEYS)
@@ -61,17 +57,13 @@ def test_rates_of_the_formats_of_the_tensor_cores(model):
     ("name", "key"),
     [
         ("h200", "h200"),
-        ("NVIDIA H200", "h200"),
         (" RTX 4090 ", "rtx-4090"),
-        ("GeForce RTX 2080 Ti", "rtx-2080-ti"),
         ("Tesla T4", "t4"),
         ("A100 40GB", "a100-40gb"),
-        ("a100", "a100"),
         ("sm_90", "h100"),
         ("sm90a", "h100"),
         ("9.0", "h100"),
         ("SM_120", "rtx-5090"),
-        ("7.0", "v100"),
     ],
 )
 def test_a_model_has_many_names(name, key):
@@ -89,14 +81,10 @@ def test_an_unknown_model_lists_the_known_ones(name):
     ("name", "key"),
     [
         ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
         ("Tesla V100-SXM2-16GB", "v100"),
         ("Tesla T4", "t4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
         # Cards whose rates no row has: half the L40S's, a fraction of the H200's.
         ("NVIDIA L40", None),
@@ -130,9 +118,6 @@ def test_the_rates_of_a_present_gpu_follow_its_clock_and_size():
     assert between.flops_per_byte == parse_model("rtx-3090").flops_per_byte
 
 
-# -- plans ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
 def test_a_prediction_is_the_plan_of_the_device(mode):
     spec = spec_of(described(SQUARE))
@@ -149,7 +134,6 @@ def test_a_prediction_is_the_plan_of_the_device(mode):
 
 def test_the_roofline_by_hand():
     made = lowprec.plan(SQUARE, SQUARE, device="h200").roofline
-    assert made is not None
     assert made.arithmetic == pytest.approx(2 * 4096**3 / 67e12)
     assert made.memory == pytest.approx(3 * BYTES / 4.8e12)
     assert (made.rewriting, made.seconds) == (0.0, made.arithmetic)
@@ -158,14 +142,12 @@ def test_the_roofline_by_hand():
 
 def test_the_roofline_of_operands_that_are_rewritten():
     made = lowprec.plan(SQUARE, SQUARE, math_mode="bf16", device="h200").roofline
-    assert made is not None
     assert made.arithmetic == pytest.approx(2 * 4096**3 / 989.5e12)
     # Two operands of half the bytes, and the result; before, each is read, and written at half its size.
     assert made.memory == pytest.approx(2 * BYTES / 4.8e12)
     assert made.rewriting == pytest.approx(3 * BYTES / 4.8e12)
     assert made.seconds == pytest.approx(made.arithmetic + made.rewriting)
     staged = lowprec.plan(SQUARE, SQUARE, math_mode="fp16", device="h200").roofline
-    assert staged is not None
     # The product is staged, and written again.
     assert staged.rewriting == pytest.approx(5 * BYTES / 4.8e12)
 
@@ -173,7 +155,6 @@ def test_the_roofline_of_operands_that_are_rewritten():
 def test_the_roofline_of_a_product_that_memory_bounds():
     vector = lowprec.ShapeDtype((4096,), "float32")
     made = lowprec.plan(SQUARE, vector, device="l4").roofline
-    assert made is not None
     assert made.seconds == made.memory == pytest.approx((BYTES + 2 * 4096 * 4) / 300e9)
 
 
@@ -184,17 +165,10 @@ def test_numbers_that_no_tensor_core_multiplies_are_those_of_fp32_units():
         lowprec.plan(half, half, device="v100"),
         lowprec.plan(SQUARE, SQUARE, math_mode="tf32", device="v100"),
     ):
-        assert made.roofline is not None
         assert made.roofline.units == "float32 without tensor cores"
         assert made.roofline.tflops == 15.7
     bytes_ = lowprec.ShapeDtype((64, 64), "int8")
     assert lowprec.plan(bytes_, bytes_, device="v100").roofline is None
-
-
-def test_float8_is_widened_where_tensor_cores_do_not_multiply_it():
-    tiny = lowprec.ShapeDtype((16, 16), "float8_e4m3fn")
-    found = {device: lowprec.plan(tiny, tiny, device=device).compute_dtype.label for device in ("l4", "a100", "cpu")}
-    assert found == {"l4": "float8_e4m3fn", "a100": "bfloat16", "cpu": "bfloat16"}
 
 
 def test_rtol_takes_a_mode_of_the_device():
@@ -243,17 +217,6 @@ def test_predictions_read_well_and_are_json(key):
                 parts = max(roofline["arithmetic"], roofline["memory"]) + roofline["rewriting"]
                 assert roofline["seconds"] == pytest.approx(parts)
                 assert parts > 0
-
-
-def test_no_cuda_package_is_needed():
-    code = """
-        import sys
-        for name in ('nvmath', 'cuda', 'torch', 'cupy'): sys.modules[name] = None
-        import lowprec
-        a = lowprec.ShapeDtype((64, 64), 'float32')
-        print(lowprec.plan(a, a, math_mode='bf16', device='h200').capabilities.name)
-    """
-    assert run_python(code) == "NVIDIA H200 SXM"
 
 
 def test_the_cpu_is_a_device():

@@ -28,9 +28,6 @@ WORDS = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 
-#: File and text of the uses that are right: other meanings, and questions.
-ALLOWED = set()
-
 
 def findings(text):
     """Return the words of a text that have a plainer substitute."""
@@ -45,11 +42,6 @@ def test_words_are_found(text):
     assert findings(text)
 
 
-@pytest.mark.parametrize("text", ["The plan shows the mode.", "somewhat slower", "the understanding of a row"])
-def test_plain_text_passes(text):
-    assert not findings(text)
-
-
 def test_the_names_of_tests_are_plain():
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     names = [name.replace("_", " ") for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)]
@@ -58,11 +50,5 @@ def test_the_names_of_tests_are_plain():
 
 
 def test_the_language_is_plain():
-    found = {
-        (path.relative_to(ROOT).as_posix(), word.strip().lower())
-        for path in FILES
-        for word in findings(path.read_text())
-    }
-    assert found - ALLOWED == set()
-    assert ALLOWED - found == set(), "no longer used: remove them from the list"
-    assert len(ALLOWED) <= 60
+    found = {path.relative_to(ROOT).as_posix(): findings(path.read_text()) for path in FILES}
+    assert {name: words for name, words in found.items() if words} == {}

@@ -10,9 +10,6 @@ from lowprec.errors import ShapeError
 from lowprec.formats import DType
 from lowprec.planning.layout import OperandSpec, gemm_layout
 
-extents = st.integers(0, 3)
-shapes = st.lists(extents, max_size=4).map(tuple)
-
 
 def spec(x):
     strides = tuple(s // x.itemsize for s in x.strides)
@@ -31,18 +28,6 @@ def read(storage, start, o, batch):
         steps = np.arange(index.shape[axis]) * step
         index += steps.reshape((-1,) + (1,) * (index.ndim - axis - 1))
     return storage.ravel()[index]
-
-
-@given(shapes, shapes)
-def test_result_shape_is_numpys(shape_a, shape_b):
-    specs = [OperandSpec.contiguous(DType.FLOAT32, shape) for shape in (shape_a, shape_b)]
-    try:
-        expected = np.matmul(np.zeros(shape_a), np.zeros(shape_b)).shape
-    except ValueError:
-        with pytest.raises(ShapeError, match=r"^(input operand|operands)"):
-            gemm_layout(*specs)
-    else:
-        assert gemm_layout(*specs).out_shape == expected
 
 
 @st.composite
@@ -77,22 +62,6 @@ def test_the_layout_describes_the_product(views):
     assert layout.batch_count == np.prod(layout.batch_shape, dtype=int)
 
 
-@given(operand_views())
-def test_order_and_leading_dimension_reach_every_element(views):
-    """Element (i, j) of a BLAS-expressible matrix is at i ld + j, or j ld + i, with ld at least the extent."""
-    _, a, _, b = views
-    layout = gemm_layout(spec(a), spec(b))
-    for o in (layout.a, layout.b, layout.out):
-        if o.order is None:
-            assert o.row_stride != 1 or o.col_stride < o.rows
-            assert o.col_stride != 1 or o.row_stride < o.cols
-            continue
-        assert o.leading_dimension >= (o.cols if o.order == "row" else o.rows)
-        row, col = (o.leading_dimension, 1) if o.order == "row" else (1, o.leading_dimension)
-        assert o.rows == 1 or row == o.row_stride
-        assert o.cols == 1 or col == o.col_stride
-
-
 @pytest.mark.parametrize(
     ("view", "order", "leading_dimension", "op"),
     [
@@ -106,11 +75,12 @@ def test_order_and_leading_dimension_reach_every_element(views):
         (as_strided(numbered(8), (4, 5), (4, 4)), None, None, "N"),
         (numbered(1, 8)[:, ::2], "col", 2, "T"),
         (numbered(8, 2)[:, :1], "row", 2, "N"),
+        (numbered(8, 4)[:, ::4], "row", 4, "N"),
         (numbered(0, 5), "row", 5, "N"),
     ],
     ids=[
         "plain", "transposed", "columns", "rows", "steps", "reversed",
-        "broadcast", "windows", "row", "column", "empty",
+        "broadcast", "windows", "row", "column", "steps of one", "empty",
     ],
 )  # fmt: skip
 def test_layouts_of_blas(view, order, leading_dimension, op):
@@ -133,6 +103,7 @@ def test_layouts_of_blas(view, order, leading_dimension, op):
         (numbered(2, 4, 3).swapaxes(1, 2), numbered(4, 5), False),
         (numbered(4, 3, 4)[::2], numbered(4, 5), False),
         (np.broadcast_to(numbered(3, 4), (2, 3, 4)), numbered(4, 5), False),
+        (numbered(3, 2, 3, 4).swapaxes(0, 1), numbered(4, 5), False),
         # Sliding windows: each is a row BLAS can read, together they overlap.
         (as_strided(numbered(9), (6, 1, 4), (4, 4, 4)), numbered(4, 5), False),
         (numbered(1, 3, 4), numbered(4, 5), False),
@@ -155,15 +126,6 @@ def test_an_out_with_gaps_between_batches_is_not_collapsed():
     out = numbered(4, 3, 5)[::2]
     assert not gemm_layout(spec(a), spec(b), spec(out)).collapsed
     assert gemm_layout(spec(a), spec(b), spec(numbered(2, 3, 5))).collapsed
-
-
-def test_batch_strides_are_zero_where_a_matrix_is_broadcast():
-    layout = gemm_layout(spec(numbered(3, 1, 2, 4)), spec(numbered(5, 4, 2)))
-    assert layout.batch_shape == (3, 5)
-    assert layout.a.batch_strides == (8, 0)
-    assert layout.b.batch_strides == (0, 8)
-    # No single step walks either of them; the new result has one.
-    assert (layout.a.batch_stride, layout.b.batch_stride, layout.out.batch_stride) == (None, None, 4)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from lowprec.policy import environment
 
 X = np.ones((3, 3), np.float32)
 CALLS = pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan, lowprec.autotune])
-TWO = pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan])
 
 
 class Unshowable:
@@ -32,11 +31,10 @@ HUGE = {
     "negative": -(10**400),
     "a long double": np.longdouble(2.0) ** 2000,
 }
-huge = pytest.mark.parametrize("kind", HUGE)
 
 
 @CALLS
-@huge
+@pytest.mark.parametrize("kind", HUGE)
 @pytest.mark.parametrize("name", ["alpha", "beta", "scale_a", "scale_b"])
 def test_a_factor_beyond_float64(call, kind, name):
     if kind == "a long double" and np.finfo(np.longdouble).maxexp <= 2000:
@@ -65,7 +63,7 @@ def test_any_number_is_a_factor(value):
     np.testing.assert_array_equal(lowprec.matmul(X, X, alpha=value), 3 * float(value) * X)
 
 
-@TWO
+@pytest.mark.parametrize("call", [lowprec.matmul, lowprec.plan])
 @pytest.mark.parametrize(
     "rtol", [*HUGE.values(), Fraction(1, 10**400), math.nan, 0, -1.0, True, "1", Unshowable()], ids=quoted
 )  # fmt: skip

@@ -110,6 +110,11 @@ def test_precedence(monkeypatch):
             Settings(guard_variable="1", variable="bf16"),
             ("LOWPREC_FP32_GUARD raises bf16 (LOWPREC_MATH_MODE) to fp32.",),
         ),
+        # Emulated products depend on the data, so float64 operands are multiplied in native FP64.
+        (
+            Settings(guard=True, argument="fp64_emulated"),
+            ("fp32_guard raises fp64_emulated (math_mode= argument) to fp32.",),
+        ),
         (Settings(guard=True), ("fp32_guard keeps the precision at fp32 or above.",)),
         (
             Settings(guard=True, argument="fp32_pedantic"),

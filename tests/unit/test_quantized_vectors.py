@@ -146,16 +146,13 @@ def test_products(name, options, group, rng):
     np.testing.assert_array_equal(lowprec.matmul(left, b), lowprec.matmul(left.dequantize(), b))
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_zeros_are_arrays_of_the_library(backend, symmetric, rng):
-    xp = pytest.importorskip({"torch": "torch", "jax": "jax.numpy"}[backend], reason=f"{backend} is not installed")
+@pytest.mark.parametrize("module", ["torch", "jax.numpy"])
+def test_zeros_are_arrays_of_the_library(module, rng):
+    xp = pytest.importorskip(module, reason=f"{module} is not installed")
     x = rng.standard_normal((3, 70)).astype(F32)
-    found, want = (quantize(y, "int4", symmetric=symmetric) for y in (xp.asarray(x), x))
-    for name in ("codes", "scales", "zeros"):
-        part = getattr(want, name)
-        assert part is None or type(getattr(found, name)) is type(xp.asarray(x))
-        assert part is None or (np.asarray(getattr(found, name)) == part).all()
+    found, want = (quantize(y, "int4", symmetric=False) for y in (xp.asarray(x), x))
+    assert type(found.zeros) is type(xp.asarray(x))
+    np.testing.assert_array_equal(np.asarray(found.zeros), want.zeros)
     np.testing.assert_array_equal(np.asarray(found.dequantize()), want.dequantize())
 
 

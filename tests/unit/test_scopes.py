@@ -33,9 +33,6 @@ def outside(clean_policy):
     assert get_math_mode() is OUTSIDE
 
 
-# -- blocks ---------------------------------------------------------------------------------------
-
-
 def test_arguments_are_checked_at_construction():
     for wrong in ("fp23", None, inspect):
         with pytest.raises(ModeError, match="is not a math mode"):
@@ -89,9 +86,6 @@ def test_an_exit_in_another_context_changes_neither(make, inside):
         assert get_math_mode() is inside
 
 
-# -- threads and tasks ----------------------------------------------------------------------------
-
-
 def test_the_process_default_reaches_every_thread():
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(get_math_mode).result() is OUTSIDE
@@ -125,9 +119,6 @@ def test_tasks_overlap_without_leaking():
     assert asyncio.run(main()) == [
         [TF32] * 3 + [OUTSIDE], [FP32, OUTSIDE], [FP32] * 2 + [OUTSIDE], [OUTSIDE] * 4, [FP32] * 2,
     ]  # fmt: skip
-
-
-# -- decorators -----------------------------------------------------------------------------------
 
 
 @scopes
@@ -186,11 +177,6 @@ def test_decorated_methods_without_an_instance():
             return x, get_math_mode()
 
         @math_mode("bf16")
-        @classmethod
-        def of_class(cls, x):
-            return cls, x, get_math_mode()
-
-        @math_mode("bf16")
         @staticmethod
         async def later(x):
             await asyncio.sleep(0)
@@ -198,11 +184,7 @@ def test_decorated_methods_without_an_instance():
 
     for solver in (Solver, Solver()):
         assert solver.static(3) == (3, BF16)
-        assert solver.of_class(3) == (Solver, 3, BF16)
         assert asyncio.run(solver.later(3)) == (3, BF16)
-
-
-# -- pickles of wrapped functions --------------------------------------------------------------------
 
 
 def plain(offset=0):

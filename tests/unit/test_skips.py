@@ -42,11 +42,9 @@ def results(folder, name, skips):
         (NO_AMX, NO_AMX, {"avx512_bf16", "amx_bf16"}, False),
         (TORCH_IS_MISSING, TORCH_IS_MISSING, set(), False),
         (f"not this machine's fault: {NO_AMX}", NO_AMX + " at all", {"amx_bf16"}, False),
-        ("numba is not installed", "numba is not installed", set(), False),
         (ABSENT, "numba is not installed", set(), True),
         (f"perhaps {ABSENT}", "numba is not installed", set(), False),
         (NO_LIBRARY, "nvmath is not installed", set(), True),
-        (f"perhaps {NO_LIBRARY}", "nvmath is not installed", set(), False),
     ],
 )
 def test_tests_skipped_everywhere(checker, monkeypatch, tmp_path, full, minimal, flags, is_fair):

@@ -17,16 +17,11 @@ def test_a_cpu_leaves_nothing_to_choose():
     assert "float32 (8, 8) @ float32 (8, 8)" in str(found)
 
 
-@pytest.mark.parametrize("candidates", [0, 257, -1, True])
+@pytest.mark.parametrize("candidates", [0, 257, -1, True, "x", None, 1.5])
 def test_the_number_of_candidates_is_checked(candidates):
-    with pytest.raises(lowprec.UnsupportedError, match="candidates must be from 1 to 256"):
+    error = lowprec.UnsupportedError if isinstance(candidates, int) else TypeError
+    with pytest.raises(error, match=r"candidates must be from 1 to 256|integer"):
         lowprec.autotune(A, A, candidates=candidates)
-
-
-def test_candidates_are_counted():
-    for wrong in ("x", None, 1.5):
-        with pytest.raises(TypeError, match="integer"):
-            lowprec.autotune(A, A, candidates=wrong)
 
 
 def test_the_table_puts_the_choice_first_and_compares_with_the_library_s_own():

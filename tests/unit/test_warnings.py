@@ -35,7 +35,11 @@ CALLS = {
     "linear": lambda: lowprec.linear(WIDE, WIDE, math_mode="bf16x3"),
     "einsum": lambda: lowprec.einsum("ij,jk->ik", WIDE, WIDE, math_mode="bf16"),
     "prepare": lambda: lowprec.prepare(WIDE, math_mode="bf16"),
+    "float32": lambda: lowprec.matmul(NARROW, NARROW, math_mode="fp64_emulated"),
+    "complex64": lambda: lowprec.matmul(NARROW * 1j, NARROW, math_mode="fp64_emulated"),
 }
+#: By call: the type to convert to, where it is not float32.
+CONVERTED = {"complex128": "complex64", "float32": "float64", "complex64": "complex128"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -43,8 +47,7 @@ def test_an_argument_without_effect_gives_one_warning_at_the_callers_line(name, 
     (found,) = given(lambda: [CALLS[name](), CALLS[name](), CALLS["matmul"]()])
     assert issubclass(found.category, lowprec.LowprecWarning)
     assert (found.filename, found.lineno) == (__file__, inspect.getsourcelines(CALLS[name])[1])
-    single = "complex64" if name == "complex128" else "float32"
-    assert f"convert them to {single} to use the mode" in str(found.message)
+    assert f"convert them to {CONVERTED.get(name, 'float32')} to use the mode" in str(found.message)
 
 
 def scoped():
@@ -67,6 +70,9 @@ def guarded():
         lambda: lowprec.matmul(WIDE, WIDE, math_mode="fp32"),
         lambda: lowprec.matmul(WIDE, WIDE, rtol=1e-3),
         lambda: lowprec.matmul(NARROW, NARROW, math_mode="bf16"),
+        # On float64 the mode is the requested one, emulated or not.
+        lambda: lowprec.matmul(WIDE, WIDE, math_mode="fp64_emulated"),
+        lambda: lowprec.matmul(NARROW.astype(np.float16), NARROW.astype(np.float16), math_mode="fp64_emulated"),
         lambda: lowprec.plan(WIDE, WIDE, math_mode="bf16"),
     ],
 )
