@@ -120,6 +120,8 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercep
         intercept({1: "bf16"})
     with pytest.raises(lowprec.ModeError, match="empty"):
         intercept({})
+    with pytest.raises(lowprec.ModeError, match="bf17"):
+        intercept("bf17")
 
 
 def test_memory_of_a_deleted_layer_belongs_to_no_layer(torch, intercept):
@@ -367,33 +369,24 @@ def test_a_fork_during_the_first_product_of_another_thread():
     run_python(
         """
         import os, signal, sys, threading, time, warnings
-        from importlib.machinery import PathFinder, SourceFileLoader
-        from importlib.util import spec_from_loader
         import torch
         from lowprec.torch import intercept
 
         warnings.simplefilter("ignore")  # forks with threads
         started = threading.Event()
 
-        class Finder(PathFinder):
-            @classmethod
-            def find_spec(cls, name, path=None, target=None):
-                if name in ("numpy.ma", "lowprec.arrays.torch_library"):
-                    return spec_from_loader(name, Loader(name, super().find_spec(name, path).origin))
-
-        class Loader(SourceFileLoader):
-            def exec_module(self, module):
+        def pause(frame, event, arg):
+            code = frame.f_code
+            if code.co_name == "<module>" and code.co_filename.endswith(("numpy/ma/__init__.py", "torch_library.py")):
                 started.set()
                 time.sleep(0.5)
-                super().exec_module(module)
 
         def multiply():
             with intercept("bf16"):
                 torch.ones(4, 4) @ torch.ones(4, 4)
 
         torch.set_num_threads(1)
-        sys.meta_path.insert(0, Finder)
-        thread = threading.Thread(target=multiply)
+        thread = threading.Thread(target=lambda: sys.setprofile(pause) or multiply())
         thread.start()
         assert started.wait(60)
         child = os.fork()
