@@ -611,13 +611,11 @@ def test_dlpack_array_keywords():
     assert array.__dlpack_device__() == (1, 0)
     assert (array.shape, array.ndim, array.size) == ((5, 3), 2, 15)
     assert (array.dtype, array.device) == ("bfloat16", CPU)
-    assert repr(array) == "DLPackArray(shape=(5, 3), dtype='bfloat16')"
     assert array.__dlpack__(dl_device=(1, 0), stream=-1) is not None
     with pytest.raises(BufferError, match="host memory has no stream"):
         array.__dlpack__(stream=2)
     with pytest.raises(BufferError, match=r"not exported to device \(2, 0\)"):
         array.__dlpack__(dl_device=(2, 0))
-    assert np.asarray(array).ctypes.data == np.asarray(array).ctypes.data
     assert np.asarray(array, np.float32).tolist() == sample(DType.FLOAT32).tolist()
     assert np.array(array, copy=True).ctypes.data != np.asarray(array).ctypes.data
     with pytest.raises(ValueError, match="conversion from bfloat16 to float32 needs a copy"):

@@ -171,6 +171,13 @@ def test_a_result_for_dlpack_is_an_operand_again():
 # -- the guard inside ----------------------------------------------------------------------------
 
 
+def test_jax_compiles_at_the_highest_precision(jax):
+    with jax.default_matmul_precision("bfloat16"):
+        program = jax.jit(linalg.matrix_power, static_argnums=1).lower(jax.numpy.eye(4, dtype="float32"), 3)
+    assert "precision = [HIGHEST, HIGHEST]" in program.as_text()
+    assert "precision = [DEFAULT, DEFAULT]" not in program.as_text()
+
+
 def test_jax_transforms_take_it(jax, rng):
     a, b = make(rng, 3, 5, 2), make(rng, 3, 5)
     found, *_ = jax.jit(jax.vmap(linalg.lstsq))(jax.numpy.array(a), jax.numpy.array(b))

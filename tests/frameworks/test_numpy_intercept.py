@@ -237,12 +237,14 @@ def test_a_fork_while_other_threads_enter_blocks():
     """The hook of a fork iterates over the scopes to which the other threads add theirs."""
 
     def work(number):
-        for _ in range(5000):
+        for _ in range(20):
             if number == 0:
-                interception._each(lambda ledger: None)
+                for _ in range(1000):
+                    interception._each(lambda ledger: None)
             else:
-                with ln.intercept("bf16"):
-                    pass
+                for scope in [ln.intercept("bf16") for _ in range(200)]:
+                    with scope:
+                        pass
 
     in_threads(3, work)
 

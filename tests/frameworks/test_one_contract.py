@@ -3,9 +3,11 @@
 Tensors that require grad, under ``vmap`` and compiled; arrays that JAX traces; Dask arrays; and ``plan``.
 """
 
+import re
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -258,23 +260,25 @@ def test_plan_of_the_same_call(count):
     compare(count, 5, ways)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "float16", "int8"])
+def test_a_plan_from_descriptions_is_the_plan_from_arrays(dtype):
+    a, b = np.ones((2, 3, 4), dtype), np.ones((4, 5), dtype)
+    described, plan = lowprec.plan((a.shape, dtype), (b.shape, dtype)), lowprec.plan(a, b)
+    assert described == plan
+    assert hash(described) == hash(plan)
+
+
 # -- the same call, seen in other places ----------------------------------------------------------
 
 
 def test_one_table_names_the_products_of_libraries():
     """No other string of a lower layer names a module above it, but for the measurement of a guard that verifies."""
-    import ast
-    from pathlib import Path
-
     package = Path(lowprec.__file__).parent
-    upper = {"torch", "jax", "dask", "numpy", "linalg", "amp", "contractions", "profiling", "checking", "cli", "tuning"}
-    upper |= {"auditing", "emulation", "report"}
+    upper = "torch|jax|dask|numpy|linalg|amp|contractions|profiling|checking|cli|tuning|auditing|emulation|report"
     named = {}
     for folder in ("util", "arrays", "planning", "policy", "backends", "core"):
         for path in sorted((package / folder).rglob("*.py")):
-            texts = (x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant))
-            modules = (x.split(".") for x in texts if isinstance(x, str) and x.startswith("lowprec.") and " " not in x)
-            found = {".".join(x).partition(":")[0] for x in modules if x[1] in upper and len(x) > 1}
+            found = set(re.findall(rf'"(lowprec\.(?:{upper})(?:\.\w+)*)(?::[\w.]+)?"', path.read_text()))
             if found:
                 named[path.relative_to(package).as_posix()] = found
     products = {product.module for product in PRODUCTS.values()}

@@ -245,9 +245,7 @@ def test_the_operations_of_a_gpu(dtype, assume, mode, xp, rng, monkeypatch):
     monkeypatch.setattr(solving, "_is_on_host", lambda view: False)
     monkeypatch.setitem(factors._LAPACK, "numpy", "a module that is not imported")
     a, b = np.stack([positive(rng, 70, 20.0, dtype)] * 2), normal(rng, (70, 2), dtype)
-    a[1] = np.tril(a[1]) + np.triu(
-        a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (70, 70), dtype), 1
-    )
+    a[1] = np.tril(a[1]) + np.triu(a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (70, 70), dtype), 1)
     a[0] *= 1e-20 if dtype in ("float64", "complex128") else 1e-8
     x, report = linalg.solve(
         xp.asarray(a), xp.asarray(b), method="refine", assume=assume, factor_mode=mode, full_output=True
@@ -472,6 +470,7 @@ def test_the_report(rng):
     text = str(report)
     assert text.startswith("solve\n")
     assert "updates in bf16x3" in text
+    assert "<table>" in report._repr_html_()
     assert set(dict(report.seconds)) == {"scaling", "factor", "refinement"}
     assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
     x, report = linalg.solve(a, b, full_output=True)

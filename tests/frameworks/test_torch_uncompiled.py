@@ -52,10 +52,7 @@ TRACED = {
     "fp32_guard": ("with lowprec.fp32_guard(): found = lowprec.matmul(x, x, math_mode='bf16')",),
     "get_math_mode": ("lowprec.get_math_mode()",),
     "linear": ("lowprec.linear(x, x, row)",),
-    "math_mode": (
-        "with lowprec.math_mode('bf16'): found = lowprec.matmul(x, x)",
-        "decorated(x)",
-    ),
+    "math_mode": ("with lowprec.math_mode('bf16'): found = lowprec.matmul(x, x)", "decorated(x)"),
     "matmul": (
         "lowprec.matmul(x, x, bias=row, math_mode='bf16')",
         "lowprec.matmul(x, x, out=torch.empty(16, 16), math_mode='bf16')",
