@@ -26,12 +26,6 @@ class Backend(Enum):
     JAX = "jax"
     DLPACK_ONLY = "dlpack_only"
 
-    def skip_reason(self):
-        """Why this backend cannot be tested here, None if it can."""
-        if self in (Backend.NUMPY, Backend.DLPACK_ONLY) or importlib.util.find_spec(self.value):
-            return None
-        return f"{self.value} is not installed"
-
     def load(self):
         return _NAMESPACES[self]()
 
@@ -52,20 +46,19 @@ class DLPackOnly:
 
 
 class ArrayNamespace:
-    """What a test needs of a library: arrays in, arrays out, and how a result of it is recognised."""
+    """What a test needs of a library: arrays in, arrays out, and how a result of it is recognised.
+
+    ``asarray`` returns an array of the library with the elements of a NumPy array, on the same memory where it can.
+    """
 
     name: str
     result_type: type
     #: Whether its arrays may be written, so that they can be ``out``.
     mutable = True
 
-    def asarray(self, array):
-        """An array of this library with these elements, on the same memory where the library can."""
-        raise NotImplementedError
-
     def to_numpy(self, array):
         """The elements of an array of this library, or of a result, as NumPy and ml_dtypes have them."""
-        raise NotImplementedError
+        return np.asarray(array)
 
     def __repr__(self):
         return self.name
@@ -77,9 +70,6 @@ class _Numpy(ArrayNamespace):
 
     def asarray(self, array):
         return array
-
-    def to_numpy(self, array):
-        return np.asarray(array)
 
 
 class _Torch(ArrayNamespace):
@@ -118,9 +108,6 @@ class _Jax(ArrayNamespace):
 
     def asarray(self, array):
         return self.jax.numpy.array(array)
-
-    def to_numpy(self, array):
-        return np.asarray(array)
 
 
 class _DLPackOnly(ArrayNamespace):

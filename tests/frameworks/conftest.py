@@ -4,13 +4,11 @@ import pytest
 
 import lowprec
 from frameworks.backends import Backend
-from frameworks.torch_switches import Switches
 
 
 def load_or_skip(backend):
-    reason = backend.skip_reason()
-    if reason:
-        pytest.skip(reason)
+    if backend in (Backend.TORCH, Backend.JAX):
+        pytest.importorskip(backend.value, reason=f"{backend.value} is not installed")
     return backend.load()
 
 
@@ -37,12 +35,3 @@ def quick_inductor(torch):
 
     with config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
         yield
-
-
-@pytest.fixture
-def switches(torch):
-    """PyTorch's switches, in their start state."""
-    found = Switches(torch)
-    found.reset()
-    yield found
-    found.reset()

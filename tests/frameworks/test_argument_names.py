@@ -3,7 +3,6 @@
 import gc
 import itertools
 import re
-import warnings
 import weakref
 
 import numpy as np
@@ -14,20 +13,17 @@ from lowprec import linalg
 
 F32 = np.ones((3, 3), np.float32)
 
+
+def product_of_all(function):
+    """Return a function with all arrays of ``matmul``, and their names."""
+    return lambda a, b, out, c, bias: function(a, b, out=out, c=c, beta=1.0, bias=bias), ("a", "b", "out", "c", "bias")
+
+
 #: Public functions, by their arrays in order: called with these, they multiply.
 FUNCTIONS = {
-    "matmul": (
-        lambda a, b, out, c, bias: lowprec.matmul(a, b, out=out, c=c, beta=1.0, bias=bias),
-        ("a", "b", "out", "c", "bias"),
-    ),
-    "plan": (
-        lambda a, b, out, c, bias: lowprec.plan(a, b, out=out, c=c, beta=1.0, bias=bias),
-        ("a", "b", "out", "c", "bias"),
-    ),
-    "autotune": (
-        lambda a, b, out, c, bias: lowprec.autotune(a, b, out=out, c=c, beta=1.0, bias=bias),
-        ("a", "b", "out", "c", "bias"),
-    ),
+    "matmul": product_of_all(lowprec.matmul),
+    "plan": product_of_all(lowprec.plan),
+    "autotune": product_of_all(lowprec.autotune),
     "linear": (lowprec.linear, ("x", "weight", "bias")),
     "einsum": (lambda *x: lowprec.einsum("ij,jk,kl->il", *x), ("operands[0]", "operands[1]", "operands[2]")),
     "tensordot": (lambda a, b: lowprec.tensordot(a, b, axes=1), ("a", "b")),
@@ -66,11 +62,6 @@ def test_the_argument_is_named(function, name, wrong):
     assert caught.value.argument in (name, None)
 
 
-def test_the_first_of_two_is_named():
-    with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
-        lowprec.matmul(F32, F32.astype(np.int64), c=F32.astype(np.int64), beta=1.0)
-
-
 @pytest.mark.parametrize("function", ["matmul", "plan", "linear", "tensordot"])
 def test_a_type_of_the_result_is_named(function):
     with pytest.raises(lowprec.DTypeError, match=r"^out_dtype: dtype 'f4' is not supported"):
@@ -97,61 +88,12 @@ def test_only_single_arguments_are_named():
     assert caught.value.argument is None
 
 
-def test_out_is_named_once():
-    out = F32.copy()
-    out.flags.writeable = False
-    with pytest.raises(lowprec.ArrayError, match=r"^out is read-only"):
-        lowprec.matmul(F32, F32, out=out)
-
-
-@pytest.mark.parametrize("name", ["x", "bias"])
-def test_a_prepared_operand_in_linear_is_named_as_there(name):
-    given = arrays_of(("x", "weight", "bias"), name, lowprec.prepare(F32))
-    with pytest.raises(lowprec.ArrayError, match=f"^{name}: expected an array, got a prepared operand"):
-        lowprec.linear(*given)
-
-
 def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had(torch):
     x, bias = torch.ones(3, 3), torch.ones(3, requires_grad=True)
     with pytest.raises(lowprec.UnsupportedError, match=r"here: bias: the torch tensor requires"):
         lowprec.matmul(x, x, bias=bias, k_chunk=2)
     with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
         lowprec.matmul(x.clone().requires_grad_(), x.to(torch.int64))
-
-
-class OnAnotherDevice:
-    """A NumPy array that reports another device."""
-
-    shape, dtype, ndim = (3, 3), F32.dtype, 2
-
-    def __dlpack_device__(self):
-        return (2, 0)
-
-    def __dlpack__(self, **keywords):
-        from lowprec.arrays.dlpack import export
-        from lowprec.arrays.view import Device
-        from lowprec.formats import DType
-
-        return export(F32, DType.FLOAT32, None, device=Device(2, 0))
-
-    def __array_namespace__(self):
-        return self
-
-    def permute_dims(self, x, order):
-        return x
-
-    def reshape(self, x, shape):
-        return x
-
-
-def test_two_devices_are_reported_by_the_names_of_the_function_called():
-    elsewhere = OnAnotherDevice()
-    with pytest.raises(lowprec.DeviceError, match=r"^a is on cpu and b on cuda:0"):
-        lowprec.matmul(F32, elsewhere)
-    with pytest.raises(lowprec.DeviceError, match=r"^x is on cpu and weight on cuda:0"):
-        lowprec.linear(F32, elsewhere)
-    with pytest.raises(lowprec.DeviceError, match=r"^operands\[2\] is on cuda:0 and operands\[0\] on cpu"):
-        lowprec.einsum("ij,jk,kl->il", F32, F32, elsewhere)
 
 
 @pytest.mark.parametrize("function", ["matmul", "plan", "linear", "einsum", "solve"])
@@ -178,12 +120,10 @@ def _sparse(library):
         sparse = pytest.importorskip("jax.experimental.sparse", reason="jax is not installed")
         return sparse.BCOO.fromdense(np.eye(3, dtype=np.float32)), "todense"
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its CSR is in beta
-        return torch.eye(3).to_sparse(layout=getattr(torch, library)), "to_dense"
+    return torch.eye(3).to_sparse(), "to_dense"
 
 
-@pytest.mark.parametrize("library", ["scipy", "jax", "sparse_coo", "sparse_csr"])
+@pytest.mark.parametrize("library", ["scipy", "jax", "torch"])
 def test_sparse_operands_have_advice_that_works(library):
     x, method = _sparse(library)
     dense = getattr(x, method)()
@@ -197,9 +137,3 @@ def test_sparse_operands_have_advice_that_works(library):
         assert np.array_equal(np.asarray(product(dense, dense)), np.eye(3, dtype=np.float32))
     with pytest.raises(lowprec.ArrayError, match=rf"^a: .*{method}"):
         lowprec.plan(x, dense)
-
-
-def test_errors_of_shapes_name_no_other_function():
-    x = lowprec.ShapeDtype((2, 3), "float32")
-    with pytest.raises(lowprec.ShapeError, match=r"^input operand 1 has a mismatch"):
-        lowprec.plan(x, x)

@@ -6,7 +6,6 @@ import gc
 import itertools
 import types
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from frameworks.conftest import load_or_skip
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, library_of
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
 from lowprec.arrays.torch_library import TorchLibrary
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError
+from lowprec.errors import ArrayError, DeviceError, DTypeError
 from lowprec.formats import DType
 from support.programs import run_python
 
@@ -77,19 +76,6 @@ def test_every_dtype_goes_out_without_a_copy(xp, dtype):
     assert back.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4), (7,), (2, 1, 3)])
-def test_degenerate_shapes_both_ways(xp, shape):
-    array = xp.asarray(sample(DType.FLOAT32, shape))
-    library = library_of(array)
-    view = library.view(array)
-    assert view.shape == shape
-    assert view.ndarray().tobytes() == sample(DType.FLOAT32, shape).tobytes()
-    new = library.allocate(shape, DType.BFLOAT16, CPU, array)
-    new.ndarray()[...] = sample(DType.BFLOAT16, shape)
-    result = library.wrap(new.owner, array)
-    assert xp.to_numpy(result).tobytes() == sample(DType.BFLOAT16, shape).tobytes()
-
-
 def test_a_view_keeps_the_memory_alive(xp):
     expected = np.arange(4096, dtype=np.float32)
     array = xp.asarray(expected.copy())
@@ -101,26 +87,11 @@ def test_a_view_keeps_the_memory_alive(xp):
     assert len(churn) == 50
 
 
-@pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.DLPACK_ONLY])
-@pytest.mark.parametrize("layout", ["transposed", "strided", "broadcast", "negative"])
-def test_strides_come_in_as_they_are(backend, layout):
-    xp = load_or_skip(backend)
-    base = np.arange(48, dtype=np.float32).reshape(6, 8)
-    expected = {
-        "transposed": base.T,
-        "strided": base[::2, 1::3],
-        "broadcast": np.broadcast_to(base[0], (4, 8)),
-        "negative": base[::-1, ::-2],
-    }[layout]
-    if layout == "broadcast" and backend is Backend.TORCH:
-        array = xp.asarray(base)[0].expand(4, 8)
-    else:
-        array = xp.asarray(expected)
-    view = library_of(array).view(array)
-    if not (layout == "negative" and backend is Backend.TORCH):  # torch has no such tensors
-        assert view.strides == tuple(s // 4 for s in expected.strides)
-    assert view.read_only == (layout == "broadcast" and backend is not Backend.TORCH)
-    np.testing.assert_array_equal(view.ndarray(), expected)
+def test_strides_of_tensors_come_in_as_they_are(torch):
+    base = torch.arange(48.0).reshape(6, 8)
+    for tensor in (base.T, base[::2, 1::3], base[0].expand(4, 8)):
+        view = library_of(tensor).view(tensor)
+        assert (view.strides, view.address, view.copied) == (tensor.stride(), tensor.data_ptr(), None)
 
 
 @pytest.mark.parametrize("make", [list, float, str, np.float32], ids=lambda m: m.__name__)
@@ -145,19 +116,6 @@ def test_memory_maps_are_plain_arrays(tmp_path):
 
 
 # --- torch
-
-
-def test_torch_grad_is_refused_only_while_gradients_are_recorded(torch):
-    weight = torch.nn.Parameter(torch.ones(2, 3))
-    library = library_of(weight)
-    with pytest.raises(ArrayError, match=r"requires grad.*tensor.detach\(\).*torch.no_grad"):
-        library.view(weight)
-    assert library.view(weight.detach()).address == weight.data_ptr()
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            view = library.view(weight)
-            assert view.address == weight.data_ptr()
-            assert view.ndarray().sum() == 6
 
 
 @pytest.mark.parametrize("has_guards", [True, False])
@@ -216,20 +174,20 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch):
         (lambda t, x: x.to_sparse(), ArrayError, r"layout torch.sparse_coo; .*to_dense"),
         (lambda t, x: x.to_sparse_csr(), ArrayError, r"layout torch.sparse_csr; .*to_dense"),
         (lambda t, x: x.to_mkldnn(), ArrayError, r"layout torch._mkldnn; .*to_dense"),
-        (lambda t, x: x.to("meta"), ArrayError, r"on device 'meta', where it has no memory"),
         (lambda t, x: t.nested.nested_tensor([x, x]), ArrayError, r"nested; .*unbind"),
+        (lambda t, x: t.nested.nested_tensor([x, x], layout=t.jagged), ArrayError, r"nested; .*unbind"),
         (lambda t, x: x.to(t.int64), DTypeError, r"'int64' is not supported; supported: float64"),
         (lambda t, x: x.bool(), DTypeError, r"'bool' is not supported; supported: float64"),
     ],
-    ids=["coo", "csr", "mkldnn", "meta", "nested", "int64", "bool"],
+    ids=["coo", "csr", "mkldnn", "nested", "jagged", "int64", "bool"],
 )
 def test_torch_tensors_without_plain_memory_are_refused(torch, make, error, message):
     array = make(torch, torch.ones(3, 3))
     with pytest.raises(error, match=message):
-        library_of(array).view(array)
+        lowprec.matmul(array, torch.ones(3, 3))
 
 
-def test_torch_subclasses_and_transforms_are_refused(torch):
+def test_torch_subclasses_are_refused(torch):
     class Tagged(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, *rest, **kwargs):
@@ -240,14 +198,6 @@ def test_torch_subclasses_and_transforms_are_refused(torch):
     fake_mode = pytest.importorskip("torch._subclasses").FakeTensorMode()
     with pytest.raises(ArrayError, match="FakeTensor is not accepted"):
         library_of(torch.ones(2)).view(fake_mode.from_tensor(torch.ones(2)))
-
-    def inside(x):
-        library_of(x).view(x)
-        return x.sum()
-
-    for transform in (torch.vmap, torch.func.functionalize):
-        with pytest.raises(ArrayError, match=r"inside a torch.func transform"):
-            transform(inside)(torch.ones(3, 3))
 
 
 def test_torch_devices_are_reported_truthfully(torch):
@@ -272,22 +222,7 @@ def test_torch_devices_are_reported_truthfully(torch):
 # --- jax
 
 
-def test_jax_tracers_are_refused(jax):
-    def inside(x):
-        library_of(x).view(x)
-        return x.sum()
-
-    for transform in (jax.jit, jax.grad, jax.vmap):
-        with pytest.raises(ArrayError, match=r"a JAX tracer .*has no data.*jax.pure_callback"):
-            transform(inside)(jax.numpy.ones((3, 3)))
-
-
-def test_jax_deleted_arrays_and_keys_are_refused(jax):
-    array = jax.numpy.ones(3)
-    library = library_of(array)
-    array.delete()
-    with pytest.raises(ArrayError, match=r"the JAX array cannot be read: .*deleted"):
-        library.view(array)
+def test_jax_keys_are_refused(jax):
     key = jax.random.key(0)
     with pytest.raises(DTypeError, match=r"'key<fry>' is not supported"):
         library_of(key).view(key)
@@ -350,16 +285,9 @@ def test_jax_several_devices():
     code = """
 import jax, numpy as np
 import lowprec
-from lowprec.arrays import CPU, library_of
 from lowprec.errors import DeviceError
-from lowprec.formats import DType
 first, second = jax.devices()
 one = jax.device_put(np.ones((4, 2), np.float32), second)
-library = library_of(one)
-view = library.allocate((4, 2), DType.FLOAT32, library.view(one).device, one)
-view.ndarray()[...] = 3
-result = library.wrap(view.owner, one)
-assert result.device == one.device and float((result + one).sum()) == 32
 
 free = jax.numpy.ones((2, 2), np.float32)
 with jax.default_device(second):
@@ -580,44 +508,19 @@ def test_misaligned_capsules_are_copied_on_the_host_and_refused_on_devices():
         import_array(Capsules(expected, device_type=2, **where))
 
 
-def test_a_producers_refusal_is_passed_on():
-    class Shy:
-        def __dlpack__(self, **_):
-            raise BufferError("not today")
+@pytest.mark.parametrize("error", [BufferError("not today"), TypeError("'NoneType' object is not iterable")], ids=str)
+def test_a_producers_error_is_passed_on(memory, error):
+    """A TypeError, too, may be of its own: an old capsule in its place would not show that the array is read-only."""
 
-        def __dlpack_device__(self):
-            return (1, 0)
-
-    with pytest.raises(ArrayError, match=r"Shy cannot be exported by DLPack: not today"):
-        library_of(Shy()).view(Shy())
-
-
-class Moody(Capsules):
-    """A producer of read-only arrays whose first export fails with a TypeError of its own."""
-
-    def __init__(self, *args, **keywords):
-        super().__init__(*args, **keywords)
-        self.versions: list[Any] = []
-
-    def __dlpack__(self, *, stream=None, max_version=None):
-        self.versions.append(max_version)
-        if len(self.versions) == 1:
-            raise TypeError("'NoneType' object is not iterable")
-        if max_version is None:  # an unversioned capsule cannot say that it is read-only
+    class Failing(Capsules):
+        def __dlpack__(self, *, stream=None, max_version=None):
+            if max_version is not None:
+                raise error
             self.name, self.struct = b"dltensor", _Tensor()
-        return self.capsule()
+            return self.capsule()
 
-
-def test_a_producers_type_error_says_nothing_of_its_version(memory):
-    producer = Moody(memory, flags=1)
-    expected = memory.copy()
-    with pytest.raises(ArrayError, match=r"Moody cannot be exported .*'NoneType' object is not iterable"):
-        lowprec.matmul(memory, memory.T, out=producer)
-    assert None not in producer.versions
-    for _ in range(2):
-        with pytest.raises(ArrayError, match="out is read-only"):
-            lowprec.matmul(memory, memory.T, out=producer)
-    np.testing.assert_array_equal(memory, expected)
+    with pytest.raises(ArrayError, match=f"Failing cannot be exported .*{error}"):
+        lowprec.matmul(memory, memory.T, out=Failing(memory))
 
 
 @pytest.mark.parametrize("make", [OldCapsules, lambda m: DLPackOnly(OldCapsules(m))])
@@ -650,25 +553,28 @@ def test_a_device_that_is_not_that_of_the_memory_is_refused(memory, says, is_on)
     assert producer.deleted == 1
 
 
-class Fickle(Capsules):
-    """A producer whose exports differ: first a matrix, then what no product can take."""
-
-    exports = 0
-
-    def __dlpack__(self, *, stream=None, max_version=None):
-        self.exports += 1
-        if self.exports > 1:
-            self.changes = {"ndim": 0}
-        return self.capsule()
-
-
 def test_an_argument_is_exported_once_in_a_call(memory):
-    producer = Fickle(memory)
-    result = lowprec.matmul(producer, memory.T)
-    np.testing.assert_array_equal(result, memory @ memory.T)
-    assert (producer.exports, producer.deleted) == (1, 1)
-    with pytest.raises(ShapeError, match=r"0-d|no axes|dimension"):
-        lowprec.matmul(producer, memory.T)
+    """A second export might differ from the one that was checked."""
+    producer = Capsules(memory)
+    np.testing.assert_array_equal(lowprec.matmul(producer, memory.T), memory @ memory.T)
+    gc.collect()
+    assert producer.deleted == 1
+
+
+def test_two_devices_are_reported_by_the_names_of_the_function_called(memory):
+    class Elsewhere(Capsules):
+        shape, dtype, ndim = (3, 4), np.dtype(np.float32), 2
+
+        def __array_namespace__(self):
+            return types.SimpleNamespace(permute_dims=lambda x, order: x, reshape=lambda x, shape: x)
+
+    elsewhere = Elsewhere(memory, device_type=2)
+    with pytest.raises(DeviceError, match=r"^a is on cpu and b on cuda:0"):
+        lowprec.matmul(memory, elsewhere)
+    with pytest.raises(DeviceError, match=r"^x is on cpu and weight on cuda:0"):
+        lowprec.linear(memory, elsewhere)
+    with pytest.raises(DeviceError, match=r"^operands\[2\] is on cuda:0 and operands\[0\] on cpu"):
+        lowprec.einsum("ij,jk,kl->il", memory, memory.T, elsewhere)
 
 
 def test_torch_tensors_whose_storage_is_freed_are_refused(torch):
@@ -705,13 +611,11 @@ def test_dlpack_array_keywords():
     assert array.__dlpack_device__() == (1, 0)
     assert (array.shape, array.ndim, array.size) == ((5, 3), 2, 15)
     assert (array.dtype, array.device) == ("bfloat16", CPU)
-    assert repr(array) == "DLPackArray(shape=(5, 3), dtype='bfloat16')"
     assert array.__dlpack__(dl_device=(1, 0), stream=-1) is not None
     with pytest.raises(BufferError, match="host memory has no stream"):
         array.__dlpack__(stream=2)
     with pytest.raises(BufferError, match=r"not exported to device \(2, 0\)"):
         array.__dlpack__(dl_device=(2, 0))
-    assert np.asarray(array).ctypes.data == np.asarray(array).ctypes.data
     assert np.asarray(array, np.float32).tolist() == sample(DType.FLOAT32).tolist()
     assert np.array(array, copy=True).ctypes.data != np.asarray(array).ctypes.data
     with pytest.raises(ValueError, match="conversion from bfloat16 to float32 needs a copy"):

@@ -8,8 +8,8 @@ import pytest
 
 import lowprec
 from lowprec import auditing
+from lowprec.cli import main
 from lowprec.errors import BackendError, UnsupportedError
-from support.programs import start, write
 
 
 def in_16_bits(a, b):
@@ -106,19 +106,12 @@ def test_mistakes():
 
 
 @pytest.mark.usefixtures("torch")
-def test_the_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    script = write("""
-        import sys
-        import lowprec.torch
-        from lowprec.cli import main
-        with lowprec.torch.intercept("bf16"):
-            sys.exit(main(sys.argv[1:]))
-    """)
+def test_the_command(capsys):
     words = ("audit", "torch", "--sizes", "16", "--json")
-    seen = start(script, *words, "--require", "fp32")
-    assert seen.code == 1
+    with lowprec.torch.intercept("bf16"):
+        assert main([*words, "--require", "fp32"]) == 1
+        seen = capsys.readouterr()
+        assert main([*words, "--require", "bf16"]) == 0
     assert seen.err == "lowprec audit: 2 operations are below fp32\n"
     assert {r["precision"] for r in json.loads(seen.out)["rows"]} == {"bf16", "fp32"}
-    assert start(script, *words, "--require", "bf16").code == 0
-    assert start(script, "audit", "mlx").code == 2
+    assert main(["audit", "mlx"]) == 2

@@ -7,35 +7,67 @@ import warnings
 import numpy as np
 import pytest
 
-from frameworks.torch_switches import ALL, LEAVES
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
 from support import interrupts
 
+LEAVES = [(backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")]
+ALL = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
+
+
+class Switches:
+    """The switches by name, with their start state."""
+
+    def __init__(self, torch):
+        self.torch = torch
+        self.get = torch._C._get_fp32_precision_getter
+        self.put = torch._C._set_fp32_precision_setter
+
+    def reset(self):
+        self.torch.set_float32_matmul_precision("highest")
+        self.torch._C._set_cudnn_allow_tf32(True)
+        for pair in [*ALL, *LEAVES]:
+            # CUDA's convolutions start with TF32.
+            self.put(*pair, "tf32" if pair in (("cuda", "conv"), ("cuda", "rnn")) else "none")
+
+    def read(self):
+        """Return the values as a user reads them, refusals included."""
+
+        def tried(getter):
+            try:
+                return getter()
+            except RuntimeError:
+                return "refused"
+
+        found = {f"{backend}.{operation}": self.get(backend, operation) for backend, operation in [*ALL, *LEAVES]}
+        old = ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32", "_get_cublas_allow_tf32")
+        return {**found, **{name: tried(getattr(self.torch._C, name)) for name in old}}
+
+
+@pytest.fixture
+def switches(torch):
+    """PyTorch's switches, in their start state."""
+    found = Switches(torch)
+    found.reset()
+    yield found
+    found.reset()
+
 
 def old(word):
-    return lambda t: t.torch.set_float32_matmul_precision(word)
-
-
-def cudnn(allow):
-    return lambda t: setattr(t.torch.backends.cudnn, "allow_tf32", allow)
-
-
-def cublas(allow):
-    return lambda t: setattr(t.torch.backends.cuda.matmul, "allow_tf32", allow)
+    return lambda s: s.torch.set_float32_matmul_precision(word)
 
 
 def new(backend, operation, value):
-    return lambda t: t.put(backend, operation, value)
+    return lambda s: s.put(backend, operation, value)
 
 
 #: Every way to set a switch, old and new.
 STEPS = {
     **{f"old {word}": old(word) for word in ("highest", "high", "medium")},
-    "cudnn off": cudnn(False),
-    "cudnn on": cudnn(True),
-    "cublas on": cublas(True),
-    "cublas off": cublas(False),
+    "cudnn off": lambda s: setattr(s.torch.backends.cudnn, "allow_tf32", False),
+    "cudnn on": lambda s: setattr(s.torch.backends.cudnn, "allow_tf32", True),
+    "cublas on": lambda s: setattr(s.torch.backends.cuda.matmul, "allow_tf32", True),
+    "cublas off": lambda s: setattr(s.torch.backends.cuda.matmul, "allow_tf32", False),
     **{f"{b}.{o} {v}": new(b, o, v) for b, o in [*LEAVES, *ALL] for v in ("ieee", "tf32", "none")},
     **{f"{b}.{o} bf16": new(b, o, "bf16") for b, o in [*LEAVES[3:], ALL[0], ALL[2]]},
 }
@@ -101,14 +133,9 @@ def precisions(jax, function):
     return {line.split("precision = [")[1].split("]")[0] if "precision = [" in line else "DEFAULT" for line in lines}
 
 
-@pytest.mark.parametrize("form", ["@", "einsum", "jit"])
-def test_jax_traces_at_the_highest_precision_inside(jax, form):
-    forms = {
-        "@": lambda a, b: a @ b,
-        "einsum": lambda a, b: jax.numpy.einsum("ij,jk->ik", a, b),
-        "jit": jax.jit(lambda a, b: a @ b),
-    }
-    function = forms[form]
+@pytest.mark.parametrize("jitted", [False, True])
+def test_jax_traces_at_the_highest_precision_inside(jax, jitted):
+    function = jax.jit(lambda a, b: a @ b) if jitted else lambda a, b: a @ b
     assert precisions(jax, lambda a, b: function(a, b)) == {"DEFAULT, DEFAULT"}
     with fp32_guard():
         assert precisions(jax, lambda a, b: function(a, b)) == {"HIGHEST, HIGHEST"}

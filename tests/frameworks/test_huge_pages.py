@@ -38,23 +38,13 @@ def test_large_results_are_in_huge_pages(backend):
     assert " hg" in _flags(address + (32 << 20))
 
 
-class Recorder:
-    """Instead of the system's call."""
-
-    def __init__(self):
-        self.calls: list[tuple[int, int, int]] = []
-
-    def __call__(self, *arguments):
-        self.calls.append(arguments)
-        return -1
-
-
 @pytest.fixture
-def recorder(monkeypatch):
-    made = Recorder()
-    monkeypatch.setattr(torch_library, "_madvise", lambda: made)
+def calls(monkeypatch):
+    """The arguments of calls of the system, which refuses."""
+    seen = []
+    monkeypatch.setattr(torch_library, "_madvise", lambda: lambda *arguments: seen.append(arguments) or -1)
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
-    return made
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -65,17 +55,17 @@ def recorder(monkeypatch):
         (5 * PAGE - 64, 3 * PAGE, 5 * PAGE, 7 * PAGE),
     ],
 )
-def test_neighbours_of_a_result_are_left_alone(recorder, address, nbytes, first, last):
+def test_neighbours_of_a_result_are_left_alone(calls, address, nbytes, first, last):
     torch_library.request_huge_pages(address, nbytes)
-    assert recorder.calls == [(first, last - first, 14)]
+    assert calls == [(first, last - first, 14)]
 
 
-def test_a_refusal_and_small_results_go_unnoticed(torch, recorder):
+def test_a_refusal_and_small_results_go_unnoticed(torch, calls):
     a = torch.ones(1024, 4)
     assert (lowprec.matmul(a, a.T) == torch.full((1024, 1024), 4.0)).all()  # 4 MiB
-    assert len(recorder.calls) == 1
+    assert len(calls) == 1
     assert (lowprec.matmul(a, a[1:].T) == torch.full((1024, 1023), 4.0)).all()
-    assert len(recorder.calls) == 1
+    assert len(calls) == 1
 
 
 def test_a_system_without_huge_pages_is_not_asked(monkeypatch):

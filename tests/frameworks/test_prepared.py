@@ -38,6 +38,8 @@ def test_torch(torch):
     x, weight = torch.as_tensor(draw(20, 128)), torch.as_tensor(draw(96, 128))
     with pytest.raises(lowprec.ArrayError, match=r"requires grad.*pass tensor\.detach\(\)"):
         lowprec.prepare(torch.nn.Parameter(weight))
+    with pytest.raises(lowprec.ArrayError, match=r"on device 'meta', where it has no memory"):
+        lowprec.prepare(weight.to("meta"))
     prepared = lowprec.prepare(weight.T)
     recorded = x.clone().requires_grad_()
     want = lowprec.matmul(x, weight.T)
@@ -91,6 +93,8 @@ def test_where_elements_are_asked_for():
         lambda: lowprec.einsum("ij,jk->ik", a, prepared),
         lambda: lowprec.tensordot(a, prepared, axes=1),
         lambda: lowprec.vecdot(a, prepared),
+        lambda: lowprec.linear(prepared, a),
+        lambda: lowprec.linear(a, a, prepared),
         lambda: lowprec.linalg.solve(a, prepared),
         lambda: lowprec.check(a, prepared),
         lambda: lowprec.prepare(prepared),

@@ -52,11 +52,11 @@ def test_codes_are_arrays_of_the_library(backend, name):
 def test_the_functions_of_a_library_give_the_bits_of_numpy(monkeypatch, backend, module, name):
     """Arrays on a device are converted with the functions of their library; here the host counts as a device."""
     library, x = load_or_skip(backend), draw(3, 5, 70)
-    wanted = [lowprec.quantize(x, name, axis) for axis in range(3)]
+    wanted = [lowprec.quantize(x, name, axis) for axis in (0, 2)]
     arrays = [library.asarray(x), library.asarray(x[:0])]
     with monkeypatch.context() as patch:
         patch.setattr(Device, "is_host", property(lambda self: False))
-        found = [lowprec.quantize(arrays[0], name, axis) for axis in range(3)]
+        found = [lowprec.quantize(arrays[0], name, axis) for axis in (0, 2)]
         numbers = [y.dequantize() for y in found]
         assert lowprec.quantize(arrays[1], name).dequantize().shape == (0, 5, 70)
     for y, number, want in zip(found, numbers, wanted, strict=True):

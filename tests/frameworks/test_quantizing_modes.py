@@ -167,7 +167,7 @@ def test_jax_compiles_once_for_all_steps(jax, mode):
         with at_step(step + 1):
             return first, inner(x, w)
 
-    for step in (0, 1, 2**20 + 5, 2**31 - 1):
+    for step in (1, 2**31 - 1):
         chosen = mode.at(step)
         product = jax.jit(lambda x, w, chosen=chosen: lowprec.matmul(x, w, math_mode=chosen))
         expected = jax.jit(jax.grad(lambda x, w, product=product: (product(x, w) ** 2).sum(), (0, 1)))(x, w)

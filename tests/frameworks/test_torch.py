@@ -6,7 +6,6 @@ Each cell of the matrix compares with ``torch.matmul`` on float64 operands, wher
 import copy
 import functools
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -198,15 +197,6 @@ def test_vmap(torch, a, b, in_dims):
     close(torch, found, torch.vmap(torch.matmul, in_dims=in_dims)(x, y))
 
 
-def test_nested_forward_derivatives_are_refused(torch):
-    x = torch.eye(2, dtype=torch.float64)
-    f = lambda x: lowprec.matmul(lowprec.matmul(x, x), x).sum()  # noqa: E731
-    with pytest.raises(lowprec.UnsupportedError, match="nested forward-mode"):
-        torch.func.jacfwd(torch.func.jacfwd(f))(x)
-    with pytest.raises(lowprec.UnsupportedError, match="nested forward-mode"):
-        torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (x,))
-
-
 def test_tensors_of_a_transform_that_has_ended(torch):
     kept = []
     x, w = torch.eye(3) * 2, torch.ones(3, 3, requires_grad=True)
@@ -226,21 +216,13 @@ ABOVE_ONE = 1 + 2**-9
 IN_MODE = {"fp32": ABOVE_ONE**2, "tf32": ABOVE_ONE**2, "bf16": 1.0}
 
 
-class Counting:
-    """A backend of torch.compile that runs the graph as it is, and counts the graphs."""
-
-    def __init__(self):
-        self.graphs: list[Any] = []
-
-    def __call__(self, graph, inputs):
-        self.graphs.append(graph)
-        return graph.forward
-
-
 @pytest.fixture
 def counting(torch):
+    """A backend of torch.compile that runs graphs as they are, and counts them."""
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
-    yield Counting()
+    yield CompileCounter()
     torch._dynamo.reset()
 
 
@@ -258,7 +240,7 @@ def test_a_graph_is_made_again_for_another_mode_and_kept(torch, counting):
         with lowprec.math_mode("tf32"):
             assert value() == IN_MODE["tf32"]
     assert value() == IN_MODE["fp32"]
-    assert len(counting.graphs) == 3
+    assert counting.frame_count == 3
     lowprec.set_math_mode("bf16")
     try:
         assert value() == IN_MODE["bf16"]
@@ -273,7 +255,7 @@ def test_the_guard_reaches_a_graph_that_was_compiled_before(torch, counting):
     assert float(compiled(x)[0, 0]) == 4
     with lowprec.fp32_guard(frameworks=False):
         assert float(compiled(x)[0, 0]) > 4
-    assert len(counting.graphs) == 1
+    assert counting.frame_count == 1
 
 
 def test_a_task_sees_its_own_mode_in_a_shared_graph(torch, counting):
@@ -333,41 +315,7 @@ def test_shapes_that_change_make_one_graph(torch, counting):
     for m, k, n in ((3, 4, 5), (6, 7, 8), (9, 4, 3)):
         a, b = torch.ones(m, k), torch.ones(k, n)
         assert torch.equal(compiled(a, b), torch.full((m, n), k + 1.0))
-    assert len(counting.graphs) == 1
-
-
-def in_a_scope(x):
-    with lowprec.math_mode("bf16"):
-        return lowprec.matmul(x, x)
-
-
-def into_out(x):
-    return lowprec.matmul(x, x, out=x.new_empty(4, 4), math_mode="bf16")
-
-
-def by_numpy(x):
-    return x + lowprec.matmul(x.numpy(), x.numpy(), math_mode="bf16") - x
-
-
-# Dynamo's own, about what breaks the graph.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize(
-    "function",
-    [
-        in_a_scope,
-        lowprec.math_mode("bf16")(lambda x: lowprec.matmul(x, x)),
-        into_out,
-        lambda x: lowprec.matmul(x, x, k_chunk=2, math_mode="bf16"),
-        lambda x: lowprec.matmul(x, lowprec.prepare(x), math_mode="bf16"),
-        by_numpy,
-    ],
-    ids=["scope", "decorated", "out", "k_chunk", "prepared", "numpy"],
-)
-def test_graph_breaks_run_eagerly(torch, counting, function):
-    """The compiler would read what is called from there on, too, the kernels' arithmetic on bits in NumPy included."""
-    compiled = torch.compile(function, backend=counting)
-    for _ in range(2):
-        assert torch.equal(compiled(torch.full((4, 4), ABOVE_ONE)), torch.full((4, 4), 4.0))
+    assert counting.frame_count == 1
 
 
 def test_the_product_itself_is_compiled_per_mode(torch, counting):
@@ -376,9 +324,9 @@ def test_the_product_itself_is_compiled_per_mode(torch, counting):
     for mode in ("fp32", "bf16", "fp32"):
         with lowprec.math_mode(mode):
             assert float(compiled(x, x)[0, 0]) / 4 == IN_MODE[mode]
-    assert len(counting.graphs) == 2
+    assert counting.frame_count == 2
     with pytest.raises(torch._dynamo.exc.Unsupported, match="is in no graph with out="):
-        torch.compile(into_out, fullgraph=True, backend=counting)(x)
+        torch.compile(lambda x: lowprec.matmul(x, x, out=x.clone()), fullgraph=True, backend=counting)(x)
     with pytest.raises(lowprec.DTypeError, match="alpha must be a number"):
         torch.compile(lambda x: lowprec.matmul(x, x, alpha="1"), backend=counting)(x)
 
@@ -450,13 +398,6 @@ def test_fake_tensors_and_flop_counters_see_the_product(torch):
     assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
 
 
-@pytest.mark.usefixtures("lt")
-def test_tangents_of_the_operator_are_refused_not_zero(torch):
-    eye = torch.eye(2)
-    with pytest.raises(lowprec.UnsupportedError, match="forward-mode derivative"):
-        torch.func.jvp(lambda a: torch.ops.lowprec.matmul(a, eye, "fp32", "fp32"), (eye,), (eye,))
-
-
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -499,7 +440,7 @@ def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch, counting, dynamic
         compiled(x, y)
         compiled(x[:, :32], y[:32])
     assert [record.mode for record in profile.records] == ["fp64", "fp32", "fp64", "fp64"]
-    assert len(counting.graphs) == 3
+    assert counting.frame_count == 3
 
 
 def test_wrong_operands_are_reported_by_type(torch, lt):
@@ -572,7 +513,6 @@ def test_subclasses_that_lack_the_product_are_refused(torch, raises):
     x, weight = torch.ones(4, 4), Int8Tensor((4, 4))
     for call in (
         lambda: lowprec.matmul(x, weight),
-        lambda: lowprec.matmul(weight, x),
         lambda: lowprec.matmul(x.clone().requires_grad_(), weight),
         lambda: lowprec.matmul(x, x, c=weight, beta=1.0),
         lambda: lowprec.matmul(x, x, out=weight),
@@ -610,26 +550,6 @@ def test_subclasses_that_only_add_attributes_are_accepted(torch):
     close(torch, out.detach(), x @ w)
     out.sum().backward()
     close(torch, tagged.grad, x.sum(0)[:, None].expand(4, 2))
-
-
-def test_fake_tensors_are_refused_as_others_are(torch):
-    with torch._subclasses.FakeTensorMode():
-        x, integers = torch.ones(2, 3), torch.ones(3, 3, dtype=torch.int32)
-        for a, b, error, match in (
-            (integers, integers, lowprec.DTypeError, "a has dtype int32; supported: "),
-            (x, x, lowprec.ShapeError, "mismatch in its core dimension"),
-            (torch.ones(2, 2, 3), torch.ones(3, 3, 3), lowprec.ShapeError, "could not be broadcast"),
-        ):
-            with pytest.raises(error, match=match):
-                lowprec.matmul(a, b)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_jagged_tensors_are_refused(torch):
-    parts = [torch.ones(2, 3), torch.ones(4, 3)]
-    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    with pytest.raises(lowprec.ArrayError, match=r"^a: the torch tensor is nested; .*unbind"):
-        lowprec.matmul(jagged, torch.ones(3, 3))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0])

@@ -13,6 +13,7 @@ def operands():
     torch = load_or_skip(Backend.TORCH).torch
     x = torch.eye(16) + torch.arange(256.0).reshape(16, 16) / 256
     others = {"row": x[0], "ones": torch.ones_like(x), "positive": x @ x.T, "gradients": [x * 1e-9]}
+    others["decorated"] = lowprec.math_mode("bf16")(lambda x: lowprec.matmul(x, x))
     kept = {"quantized": lowprec.quantize(x, "mxfp8"), "prepared": lowprec.prepare(x)}
     return {"torch": torch, "lowprec": lowprec, "x": x, **others, **kept}
 
@@ -32,6 +33,7 @@ UNTRACED = {
         "lowprec.linalg.lstsq(x, x).solution",
         "lowprec.linalg.multi_dot([x, x, x])",
     ),
+    "matmul": ("lowprec.matmul(x, x, k_chunk=8, math_mode='bf16')",),
     "plan": ("str(lowprec.plan(x, x, math_mode='bf16'))",),
     "prepare": ("lowprec.prepare(x).shape", "lowprec.matmul(x, lowprec.prepare(x))", "lowprec.matmul(x, prepared)"),
     "PreparedOperand": ("prepared.T.shape",),
@@ -42,20 +44,24 @@ UNTRACED = {
 
 #: Calls in graphs, and ``with`` statements, which break graphs.
 TRACED = {
-    "MathMode": "lowprec.matmul(x, x, math_mode=lowprec.MathMode.BF16)",
-    "Recipe": "lowprec.matmul(x, x, math_mode=lowprec.Recipe('mxfp8', scale_rule='rceil'))",
-    "ShapeDtype": "lowprec.ShapeDtype((2, 2), 'float32').shape",
-    "einsum": "lowprec.einsum('ij,jk,kl->il', x, x, x)",
-    "emulate": "with lowprec.emulate('hopper'): found = lowprec.matmul(x, x, math_mode='bf16')",
-    "fp32_guard": "with lowprec.fp32_guard(): found = lowprec.matmul(x, x, math_mode='bf16')",
-    "get_math_mode": "lowprec.get_math_mode()",
-    "linear": "lowprec.linear(x, x, row)",
-    "math_mode": "with lowprec.math_mode('bf16'): found = lowprec.matmul(x, x)",
-    "matmul": "lowprec.matmul(x, x, bias=row, math_mode='bf16')",
-    "profile": "with lowprec.profile() as seen: found = lowprec.matmul(x, x)",
-    "set_math_mode": "lowprec.set_math_mode(None)",
-    "tensordot": "lowprec.tensordot(x, x, axes=1)",
-    "vecdot": "lowprec.vecdot(x, x)",
+    "MathMode": ("lowprec.matmul(x, x, math_mode=lowprec.MathMode.BF16)",),
+    "Recipe": ("lowprec.matmul(x, x, math_mode=lowprec.Recipe('mxfp8', scale_rule='rceil'))",),
+    "ShapeDtype": ("lowprec.ShapeDtype((2, 2), 'float32').shape",),
+    "einsum": ("lowprec.einsum('ij,jk,kl->il', x, x, x)",),
+    "emulate": ("with lowprec.emulate('hopper'): found = lowprec.matmul(x, x, math_mode='bf16')",),
+    "fp32_guard": ("with lowprec.fp32_guard(): found = lowprec.matmul(x, x, math_mode='bf16')",),
+    "get_math_mode": ("lowprec.get_math_mode()",),
+    "linear": ("lowprec.linear(x, x, row)",),
+    "math_mode": ("with lowprec.math_mode('bf16'): found = lowprec.matmul(x, x)", "decorated(x)"),
+    "matmul": (
+        "lowprec.matmul(x, x, bias=row, math_mode='bf16')",
+        "lowprec.matmul(x, x, out=torch.empty(16, 16), math_mode='bf16')",
+        "torch.from_numpy(lowprec.matmul(x.numpy(), x.numpy(), math_mode='bf16'))",
+    ),
+    "profile": ("with lowprec.profile() as seen: found = lowprec.matmul(x, x)",),
+    "set_math_mode": ("lowprec.set_math_mode(None)",),
+    "tensordot": ("lowprec.tensordot(x, x, axes=1)",),
+    "vecdot": ("lowprec.vecdot(x, x)",),
 }
 
 #: Not called here: they take no tensors and return none.
@@ -67,7 +73,7 @@ def test_every_public_function_is_called():
     assert set(lowprec.__all__) == UNTRACED.keys() | TRACED.keys() | OTHERS | errors
 
 
-CALLS = [(text, True) for texts in UNTRACED.values() for text in texts] + [(text, False) for text in TRACED.values()]
+CALLS = [(text, calls is UNTRACED) for calls in (UNTRACED, TRACED) for texts in calls.values() for text in texts]
 
 
 @pytest.mark.parametrize(("text", "outside"), CALLS, ids=[text for text, _ in CALLS])
