@@ -7,9 +7,10 @@ calls queued behind a kernel that waits. Medians and ratios are those of `timing
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,12 +93,12 @@ class _Warm:
     behind_s: float
     host_s: float
 
-    def sample(self, clock: EventClock, first: int, sets: int) -> float:
-        """Return the seconds per call, beginning with an operand set."""
+    def sample(self, clock: EventClock, numbers: Iterator[int]) -> float:
+        """Return the seconds per call on the next operand sets."""
 
         def work() -> None:
-            for number in range(first, first + self.repeats):
-                self.variant.call(number % sets)
+            for number in itertools.islice(numbers, self.repeats):
+                self.variant.call(number)
 
         with self.variant.around():
             return clock.time(work, self.behind_s) / self.repeats
@@ -121,16 +122,12 @@ def contest(
         except Exception as error:  # noqa: BLE001 - a library that fails is not compared
             measured.errors[name] = short(error)
     measured.host_s = {name: entry.host_s for name, entry in ready.items()}
-    at = 0
+    numbers = itertools.cycle(range(sets))
 
     def sample(name: str, _: int) -> float:
-        nonlocal at
-        entry = ready[name]
         if name not in measured.errors:
             try:
-                seconds = entry.sample(clock, at, sets)
-                at += entry.repeats
-                return seconds
+                return ready[name].sample(clock, numbers)
             except Exception as error:  # noqa: BLE001 - a late failure leaves the others
                 measured.errors[name] = short(error)
         return math.nan
