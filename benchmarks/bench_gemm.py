@@ -263,9 +263,7 @@ def products_beside_torch(units: str, n: int, rounds: int, seed: int) -> list[di
     rows: list[dict[str, Any]] = []
     for dtype in ("float16", "bfloat16"):
         x, y = torch.randn((2, n, n), generator=generator).to(getattr(torch, dtype))
-        calls = {
-            name: functools.partial(lambda f, x, y, _: f(x, y), product, x, y) for name, product in products.items()
-        }
+        calls = {name: lambda _, f=f, x=x, y=y: f(x, y) for name, f in products.items()}
         # The thread computes alone: its CPU time does not depend on other load.
         seconds = timing.interleave(calls, rounds=rounds, seed=seed, clock=time.thread_time)
         times = {name: timing.summary(samples) for name, samples in seconds.items()}
@@ -308,8 +306,6 @@ def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
     )
 
 
-PARTS = {"products": gemm, "schemes": functools.partial(gemm, schemes=True), "torch": beside_torch}
-
-
 if __name__ == "__main__":
-    common.run_parts(__doc__, PARTS)
+    schemes = functools.partial(gemm, schemes=True)
+    common.run_parts(__doc__, {"products": gemm, "schemes": schemes, "torch": beside_torch})
