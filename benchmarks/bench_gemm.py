@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -293,8 +292,6 @@ def beside_torch(arguments: argparse.Namespace) -> None:
 
 
 def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
-    if handicap := [text for text in lowprec.info()["warnings"] if "OpenBLAS" in text]:
-        print(f"warning: {handicap[0]}", file=sys.stderr)
     shapes = QUICK if arguments.quick else SQUARE + (WEIGHTS if schemes else MORE)
     if arguments.quick and schemes:
         shapes += ((1, 32, 512, 512),)

@@ -73,12 +73,13 @@ def main(
 
 
 def run_parts(doc: str | None, parts: Mapping[str, Callable[[argparse.Namespace], None]]) -> None:
-    """Run the parts of a script that the command line names, all by default; each writes a result file."""
+    """Run the parts of a script that the command line names, in the order of `parts`; each writes a result file."""
     command_line = parser(doc or "")
     command_line.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     arguments = command_line.parse_args()
-    for part in arguments.parts:
-        parts[part](arguments)
+    for part, run in parts.items():
+        if part in arguments.parts:
+            run(arguments)
 
 
 # -- the machine ----------------------------------------------------------------------------------
@@ -219,6 +220,7 @@ def report(
     """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
     import render
 
+    import lowprec
     from lowprec.checking.measure import Load
 
     machine = describe()
@@ -234,7 +236,9 @@ def report(
     write_json(path, content)
     print(f"\n{render.page(benchmark, content)}")
     print(f"wrote {path.name} to {path.parent}")
-    if remark := Load(LOAD_BEFORE, machine["cores"]).remark:
+    # Slow kernels of NumPy's OpenBLAS make a slow baseline.
+    handicaps = (text for text in lowprec.info()["warnings"] if "OpenBLAS" in text)
+    for remark in filter(None, [Load(LOAD_BEFORE, machine["cores"]).remark, *handicaps]):
         print(remark)
 
 

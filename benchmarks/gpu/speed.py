@@ -148,7 +148,8 @@ def measure(
 
     sets = [draw()]
     ours, theirs, numbers = sets[0]
-    nbytes = sum(x.numel() * x.element_size() for x in theirs)
+    # lowprec's operands may be the narrower ones.
+    nbytes = min(sum(x.nbytes for x in pair) for pair in (ours, theirs))
     sets += [draw() for _ in range(sets_of(nbytes) - 1 if ticks.device == "cuda" else 1)]
     begin = time.perf_counter()
     result = lowprec.matmul(*ours, **kind.arguments)
