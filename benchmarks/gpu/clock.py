@@ -24,14 +24,12 @@ _SAMPLE_S, _MOST_REPEATS = 2e-3, 100
 #: Where the GPU takes this many times as long as the host, the host's time is hidden without a pause.
 _HOST_MARGIN = 3.0
 
-Call = Callable[[int], Any]
-
 
 @dataclass(frozen=True)
 class Variant:
     """A call by the number of the operand set, and switches, which are set outside of the timed part."""
 
-    call: Call
+    call: Callable[[int], Any]
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -105,7 +103,7 @@ class _Warm:
 
 
 def contest(
-    variants: Mapping[str, Variant | Call],
+    variants: Mapping[str, Variant],
     clock: EventClock,
     *,
     sets: int = 1,
@@ -118,7 +116,7 @@ def contest(
     ready: dict[str, _Warm] = {}
     for name, variant in variants.items():
         try:
-            ready[name] = _warm(variant if isinstance(variant, Variant) else Variant(variant), clock, sets)
+            ready[name] = _warm(variant, clock, sets)
         except Exception as error:  # noqa: BLE001 - a library that fails is not compared
             measured.errors[name] = short(error)
     measured.host_s = {name: entry.host_s for name, entry in ready.items()}

@@ -155,12 +155,13 @@ def measure(
     result = lowprec.matmul(*ours, **kind.arguments)
     ticks.wait()
     first_s = time.perf_counter() - begin
-    variants: dict[str, clock.Variant | clock.Call] = {
-        "lowprec": lambda i: lowprec.matmul(*sets[i][0], **kind.arguments),
+    variants = {
+        "lowprec": clock.Variant(lambda i: lowprec.matmul(*sets[i][0], **kind.arguments)),
         "torch": clock.Variant(lambda i: torch.matmul(*sets[i][1]), partial(torch_switches, torch, kind.precision)),
     }
     if kind.beside:
-        variants[f"lowprec {kind.beside}"] = lambda i: lowprec.matmul(*sets[i][0], math_mode=kind.beside)
+        beside = clock.Variant(lambda i: lowprec.matmul(*sets[i][0], math_mode=kind.beside))
+        variants[f"lowprec {kind.beside}"] = beside
     contest = clock.Contest()
     for tuned in (False, True) if tune else (False,):
         values: dict[str, Any] = {}
