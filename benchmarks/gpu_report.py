@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part.save()
         deadline = time.monotonic() + options.limit * parts.GRACE
         parts.runner(options.child)(part, parts.Options(options.quick, options.seed, deadline))
-        part.finish()
+        part.complete = True
+        part.save()
         return 0
     begin = time.monotonic()
     # An external time limit ends the report, which keeps the finished parts.
