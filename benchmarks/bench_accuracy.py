@@ -14,70 +14,53 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
 import common
+import embeddings
 import numpy as np
 import timing
 
 import lowprec
 from lowprec import recipes
-
-sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
-import embeddings
+from lowprec.checking.accuracy import Reference
 
 SIZES, QUICK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192), (16, 64)
 #: Largest number of rows and of columns of the result that are compared.
 SAMPLED, SAMPLED_OF_SCHEMES = 256, 128
 
 
-#: Indices of the rows and columns of a result.
-Sample = tuple[Any, Any]
-
-
-def _sample(rng: np.random.Generator, n: int) -> Sample:
+def sampled(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
+    """Return indices of rows and columns of a result."""
     return rng.choice(n, min(SAMPLED, n), replace=False), rng.choice(n, min(SAMPLED, n), replace=False)
 
 
-def exact_product(a: Any, b: Any) -> Any:
-    return a.astype(np.float64) @ b.astype(np.float64)
-
-
-def _norm(x: Any) -> float:
-    return float(np.linalg.norm(x.astype(np.float64)))
-
-
-def errors(a: Any, b: Any, sample: Sample = (slice(None), slice(None)), **how: Any) -> dict[str, Any]:
-    """Return the errors of a product, or of a sample of its rows and columns, and the plan's bound.
+def errors(a: Any, b: Any, i: Any = slice(None), j: Any = slice(None), **how: Any) -> dict[str, Any]:
+    """Return the errors of a product, or of its rows i and columns j, and the plan's bound.
 
     Norms are relative to ``|A| |B|``; ``largest_error`` is that of an element, and
     ``largest_element`` of the exact product.
     """
-    i, j = sample
     plan, result = lowprec.plan(a, b, **how), lowprec.matmul(a, b, **how)[i][:, j]
-    a, b = a[i], b[:, j]
-    exact = exact_product(a, b)
-    error, scale = result - exact, _norm(a) * _norm(b)
-    bound = plan.bound.frobenius(_norm(a), _norm(b), *exact.shape)
+    exact = Reference(a[i], b[:, j])
+    compared = exact.compare(result, plan)
     return {
         "mode": how["math_mode"],
         "kernel": str(plan.kernel),
-        "normalised": _norm(error) / scale,
-        "bound": bound / scale,
-        "of_bound": _norm(error) / bound,
-        "frobenius_relative": _norm(error) / _norm(exact),
-        "largest_error": float(np.max(np.abs(error))),
-        "largest_element": float(np.max(np.abs(exact))),
+        "normalised": compared.normalised,
+        "bound": compared.bound,
+        "of_bound": compared.normalised / compared.bound,
+        "largest_error": float(np.max(np.abs(result - exact.product))),
+        "largest_element": float(np.max(np.abs(exact.product))),
     }
 
 
-def bound_claim(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def bound_claim(rows: Iterable[dict[str, Any]], prefix: str = "") -> dict[str, Any]:
     """Return how close the errors come to their bounds."""
     closest = max(row["of_bound"] for row in rows)
-    return common.claim("largest error over its bound", closest, 1.0, at_most=True)
+    return common.claim(f"{prefix}largest error over its bound", closest, 1.0, at_most=True)
 
 
 def _emulated(architecture: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -99,7 +82,6 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] 
     "wide": lambda rng, shape: np.ldexp(_normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)),
 }
 
-
 #: Modes that round once.
 SINGLE = ("fp32", "tf32", "bf16", "fp16")
 
@@ -108,21 +90,16 @@ def measure_sizes(distribution: str, n: int, seed: int) -> Iterator[dict[str, An
     """Yield one row per mode for products of n x n, by a sample of their rows and columns."""
     rng = np.random.default_rng([seed, n, *distribution.encode()])
     a, b = (DISTRIBUTIONS[distribution](rng, (n, n)) for _ in range(2))
-    sample = _sample(rng, n)
+    sample = sampled(rng, n)
     for mode in SINGLE:
-        yield {"distribution": distribution, "n": n, **errors(a, b, sample, math_mode=mode)}
-
-
-def size_claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for mode in SINGLE:
-        closest = max(r["of_bound"] for r in rows if r["mode"] == mode)
-        yield common.claim(f"{mode}: largest error over its bound", closest, 1.0, at_most=True)
+        yield {"distribution": distribution, "n": n, **errors(a, b, *sample, math_mode=mode)}
 
 
 def sizes(arguments: argparse.Namespace) -> None:
     cases = product(DISTRIBUTIONS, QUICK_SIZES if arguments.quick else SIZES)
     rows = [row for case in cases for row in measure_sizes(*case, arguments.seed)]
-    common.report("accuracy", arguments, rows, size_claims(rows), sampled=SAMPLED)
+    claims = [bound_claim((r for r in rows if r["mode"] == mode), f"{mode}: ") for mode in SINGLE]
+    common.report("accuracy", arguments, rows, claims, sampled=SAMPLED)
 
 
 # -- schemes that recover FP32, by size, interval and arithmetic ----------------------------------
@@ -180,10 +157,8 @@ def schemes(arguments: argparse.Namespace) -> None:
 _OTHERS = ("fp32_pedantic", "fp32_emulated", "fp64_emulated", *recipes.MODES)
 MODES = tuple(str(m) for m in lowprec.MathMode if m not in _OTHERS)
 
-Pair = tuple[Any, Any]
 
-
-def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
+def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield products of a transformer's first layer, on the embeddings of 128 tokens."""
     tokens = np.random.default_rng(seed).integers(1000, 30000, 128)
     words, positions = (weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position"))
@@ -194,7 +169,7 @@ def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
     yield "query", (x, weights[layer + "attention.self.query.weight"].T)
     up = weights[layer + "intermediate.dense.weight"].T
     yield "feed-forward, up", (x, up)
-    hidden = exact_product(x, up) + weights[layer + "intermediate.dense.bias"]
+    hidden = x.astype(np.float64) @ up + weights[layer + "intermediate.dense.bias"]
     hidden *= (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
     yield "feed-forward, down", (hidden, weights[layer + "output.dense.weight"].T)
     centred = words - words.mean(axis=0)
@@ -202,7 +177,7 @@ def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
     yield "covariance of embeddings", (centred[:, ::4].T, centred[:, ::4])
 
 
-def real_operands(seed: int, *, quick: bool) -> Iterator[tuple[str, Pair]]:
+def real_operands(seed: int, *, quick: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield the operands by name; those of the transformer if its weights are installed."""
     weights = None if quick else embeddings.weights()
     if weights is not None:
@@ -214,21 +189,17 @@ def real_operands(seed: int, *, quick: bool) -> Iterator[tuple[str, Pair]]:
     yield "Vandermonde", (vandermonde.T, vandermonde)
 
 
-def measure_real(arithmetic: str, seed: int, *, quick: bool) -> Iterator[dict[str, Any]]:
-    with _emulated(ARITHMETICS[arithmetic]):
-        for what, operands in real_operands(seed, quick=quick):
-            a, b = (np.ascontiguousarray(x, np.float32) for x in operands)
-            extents = dict(zip("mkn", (*a.shape, b.shape[1]), strict=True))
+def measure_real(seed: int, *, quick: bool) -> Iterator[dict[str, Any]]:
+    for arithmetic, (what, operands) in product(("this CPU", "Hopper"), real_operands(seed, quick=quick)):
+        a, b = (np.ascontiguousarray(x, np.float32) for x in operands)
+        extents = dict(zip("mkn", (*a.shape, b.shape[1]), strict=True))
+        with _emulated(ARITHMETICS[arithmetic]):
             for mode in MODES:
                 yield {"arithmetic": arithmetic, "input": what, **extents, **errors(a, b, math_mode=mode)}
 
 
 def real(arguments: argparse.Namespace) -> None:
-    rows = [
-        row
-        for arithmetic in ("this CPU", "Hopper")
-        for row in measure_real(arithmetic, arguments.seed, quick=arguments.quick)
-    ]
+    rows = list(measure_real(arguments.seed, quick=arguments.quick))
     common.report("real", arguments, rows, [bound_claim(rows)])
 
 
@@ -255,8 +226,8 @@ def measure_speed(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield one row per mode for products of n x n of N(0, 1): speed over ``fp32``, and the error."""
     rng = np.random.default_rng([seed, n])
     sets = [[_normal(rng, (n, n)) for _ in "ab"] for _ in range(3)]
-    sample = _sample(rng, n)
-    rows = {mode: errors(*sets[0], sample, math_mode=mode) for mode in MODES}
+    sample = sampled(rng, n)
+    rows = {mode: errors(*sets[0], *sample, math_mode=mode) for mode in MODES}
     variants = {mode: lambda number, mode=mode: lowprec.matmul(*sets[number], math_mode=mode) for mode in MODES}
     seconds = timing.interleave(variants, rounds=9, sets=len(sets), seed=seed, budget_s=120.0)
     speeds = {mode: timing.speed_ratio(seconds["fp32"], seconds[mode]) for mode in MODES}
@@ -271,9 +242,6 @@ def speed(arguments: argparse.Namespace) -> None:
     common.report("tradeoff", arguments, rows, [bound_claim(rows)], sampled=SAMPLED)
 
 
-#: Each writes a result file; only the last measures times, which depend on other load.
-PARTS = {"sizes": sizes, "schemes": schemes, "real": real, "speed": speed}
-
-
 if __name__ == "__main__":
-    common.run_parts(__doc__, PARTS)
+    # Only the last measures times, which depend on other load.
+    common.run_parts(__doc__, {"sizes": sizes, "schemes": schemes, "real": real, "speed": speed})

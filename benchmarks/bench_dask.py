@@ -1,11 +1,8 @@
 """A product of two large Dask arrays in two processes: `dask.array.matmul` against lowprec's sum over the chunks of k.
 
-usage: python benchmarks/bench_dask.py [--quick] [--output DIR] [--seed N]
-
 Each run has new workers, warmed up by a small product. Time and resident memory of the workers are those of the product
 alone: the operands are computed before. The two products alternate in order. The error is that of a few rows, against
-float64. Both also run with
-workers of so little memory that they spill to disk.
+float64. Both also run with workers of so little memory that they spill to disk.
 """
 
 from __future__ import annotations

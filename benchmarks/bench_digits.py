@@ -8,11 +8,8 @@ command resumes an interrupted run.
 
 from __future__ import annotations
 
-import sys
-
 import common  # isort: skip - sets a variable that must come before NumPy
 
-sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
 import digits
 
 #: Precisions that should train as well as FP32, and those that should not.

@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -263,9 +262,7 @@ def products_beside_torch(units: str, n: int, rounds: int, seed: int) -> list[di
     rows: list[dict[str, Any]] = []
     for dtype in ("float16", "bfloat16"):
         x, y = torch.randn((2, n, n), generator=generator).to(getattr(torch, dtype))
-        calls = {
-            name: functools.partial(lambda f, x, y, _: f(x, y), product, x, y) for name, product in products.items()
-        }
+        calls = {name: lambda _, f=f, x=x, y=y: f(x, y) for name, f in products.items()}
         # The thread computes alone: its CPU time does not depend on other load.
         seconds = timing.interleave(calls, rounds=rounds, seed=seed, clock=time.thread_time)
         times = {name: timing.summary(samples) for name, samples in seconds.items()}
@@ -295,8 +292,6 @@ def beside_torch(arguments: argparse.Namespace) -> None:
 
 
 def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
-    if handicap := [text for text in lowprec.info()["warnings"] if "OpenBLAS" in text]:
-        print(f"warning: {handicap[0]}", file=sys.stderr)
     shapes = QUICK if arguments.quick else SQUARE + (WEIGHTS if schemes else MORE)
     if arguments.quick and schemes:
         shapes += ((1, 32, 512, 512),)
@@ -308,8 +303,6 @@ def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
     )
 
 
-PARTS = {"products": gemm, "schemes": functools.partial(gemm, schemes=True), "torch": beside_torch}
-
-
 if __name__ == "__main__":
-    common.run_parts(__doc__, PARTS)
+    schemes = functools.partial(gemm, schemes=True)
+    common.run_parts(__doc__, {"products": gemm, "schemes": schemes, "torch": beside_torch})

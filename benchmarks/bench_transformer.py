@@ -1,7 +1,5 @@
 """Speed of a transformer's products in blocks of calls, and of a training step.
 
-usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N]
-
 A block is a sequence of calls of one library, as in a program; libraries take turns by block. Figures are the time of
 the fastest other library over lowprec's: medians of the ratios by round.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
@@ -22,12 +19,10 @@ import ml_dtypes
 import numpy as np
 import timing
 import torch
+import training_step
 
 import lowprec
 import lowprec.torch
-
-sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
-import training_step
 
 SQUARES = (64, 96, 128, 256, 512, 768)
 #: (m, k, n): tokens by features.
@@ -39,28 +34,17 @@ SETS = 3  # of operands, which take turns
 Call = Callable[[int], Any]
 
 
-def _block(call: Call, seconds: float, most: int) -> float:
+def _block(calls: dict[str, Call], seconds: float, name: str, _: int) -> float:
     """Return the seconds of one call in a block of about this duration."""
+    call = calls[name]
     call(0)
     start = time.perf_counter()
     call(1)
-    count = min(most, max(12, int(seconds / (time.perf_counter() - start))))
+    count = min(60, max(12, int(seconds / (time.perf_counter() - start))))
     start = time.perf_counter()
     for i in range(count):
         call(i)
     return (time.perf_counter() - start) / count
-
-
-def _compete(calls: dict[str, Call], quick: bool, seed: int, most: int = 60) -> dict[str, list[float]]:
-    rounds, seconds = (3, 0.001) if quick else (9, 0.05)
-    for call in calls.values():
-        call(0)
-    return timing.take_turns(list(calls), lambda name, _: _block(calls[name], seconds, most), rounds=rounds, seed=seed)
-
-
-def _ratio(others: list[list[float]], ours: list[float]) -> dict[str, float]:
-    """Return the time of the fastest other library over lowprec's."""
-    return timing.speed_ratio(min(others, key=statistics.median), ours)
 
 
 # --- products ---------------------------------------------------------------------------------
@@ -101,13 +85,18 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
 
 
 def products(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
+    rounds, block_s = (3, 0.001) if quick else (9, 0.05)
     shapes = [(n, n, n) for n in SQUARES] + list(SKINNY)
     for m, k, n in [(64, 64, 64), (8, 64, 64)] if quick else shapes:
         for what, calls in product_calls(m, k, n, seed).items():
-            seconds = _compete(calls, quick, seed)
+            for call in calls.values():
+                call(0)
+            sample = functools.partial(_block, calls, block_s)
+            seconds = timing.take_turns(list(calls), sample, rounds=rounds, seed=seed)
             ours = seconds.pop("lowprec")
+            fastest = min(seconds.values(), key=statistics.median)
             row = {"kind": "product", "m": m, "k": k, "n": n, "what": what}
-            yield row | {"speed": _ratio(list(seconds.values()), ours), "time": timing.summary(ours)}
+            yield row | {"speed": timing.speed_ratio(fastest, ours), "time": timing.summary(ours)}
 
 
 # --- a training step --------------------------------------------------------------------------
@@ -120,11 +109,8 @@ def steps(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
     model = training_step.Characters(layers, features)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     (text,) = training_step.batches(1, batch)
-    ways: dict[str, Callable[[], Any]] = {
-        "torch": nullcontext,
-        "fp32": functools.partial(lowprec.torch.intercept, "fp32"),
-        "bf16": functools.partial(lowprec.torch.intercept, "bf16"),
-    }
+    ways: dict[str, Callable[[], Any]]
+    ways = {"torch": nullcontext, **{m: functools.partial(lowprec.torch.intercept, m) for m in ("fp32", "bf16")}}
 
     def step() -> None:
         training_step.step(model, optimizer, text)

@@ -1,7 +1,5 @@
 """Speed of dividing gradients by the loss scale and checking them for Inf and NaN, against PyTorch's own pass.
 
-usage: python benchmarks/bench_unscale.py [--quick] [--output DIR] [--seed N]
-
 All variants work in place on float32 in host memory, in one array and in a thousand, in the same number of threads.
 """
 

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from generated import ROOT, table, write_text
+from generated import ROOT, write_text
 
 
 def load_average() -> float | None:
@@ -45,19 +45,19 @@ os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 
 RESULTS = ROOT / "benchmarks" / "results"
 
+# Some benchmarks run programs of the documentation.
+sys.path.insert(0, str(ROOT / "docs" / "examples"))
+
 Row = Mapping[str, Any]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """Return the command line that every benchmark has, described by the first line of the script's docstring."""
-    command_line = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
-    quick = "tiny sizes: does it run? No figure of it means anything"
-    command_line.add_argument("--quick", action="store_true", help=quick)
-    where = {"type": Path, "default": RESULTS, "metavar": "DIR"}
-    command_line.add_argument("--output", "--out", help="folder of the result file", **where)
-    seed = "of the operands and of the order of the variants"
-    command_line.add_argument("--seed", type=int, default=0, help=seed)
-    return command_line
+    options = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
+    options.add_argument("--quick", action="store_true", help="tiny sizes: does it run? No figure of it means anything")
+    options.add_argument("--output", "--out", type=Path, default=RESULTS, metavar="DIR", help="of the result file")
+    options.add_argument("--seed", type=int, default=0, help="of the operands and of the order of the variants")
+    return options
 
 
 def main(
@@ -73,12 +73,13 @@ def main(
 
 
 def run_parts(doc: str | None, parts: Mapping[str, Callable[[argparse.Namespace], None]]) -> None:
-    """Run the parts of a script that the command line names, all by default; each writes a result file."""
+    """Run the parts of a script that the command line names, in the order of `parts`; each writes a result file."""
     command_line = parser(doc or "")
     command_line.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     arguments = command_line.parse_args()
-    for part in arguments.parts:
-        parts[part](arguments)
+    for part, run in parts.items():
+        if part in arguments.parts:
+            run(arguments)
 
 
 # -- the machine ----------------------------------------------------------------------------------
@@ -96,12 +97,6 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def cpu_model() -> str:
-    from lowprec.backends.cpu import cpuinfo
-
-    return cpuinfo.cpu_name()
-
-
 def cpu_flags() -> list[str]:
     """Return those of `FLAGS` that the processor has."""
     from lowprec.backends.cpu import cpuinfo
@@ -113,25 +108,21 @@ def generation() -> str:
     """Return AMD's generation with AVX-512, which names may not show; empty for other processors."""
     from lowprec.backends.cpu import cpuinfo
 
-    is_amd = "amd" in cpu_model().lower() and "avx512f" in cpuinfo.system_flags()
+    is_amd = "amd" in cpuinfo.cpu_name().lower() and "avx512f" in cpuinfo.system_flags()
     return {"25": "Zen 4", "26": "Zen 5"}.get(cpuinfo._cpuinfo().get("cpu family", ""), "") if is_amd else ""
-
-
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def slug() -> str:
     """Return a short name for machines of this kind, such as `xeon-amx-2core` or `epyc-zen5-avx512-2core`."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpu_model().lower()))
+    from lowprec.backends.cpu import cpuinfo, threads
+
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpuinfo.cpu_name().lower()))
     dull = {"amd", "cpu", "gen", "genuine", "intel", "processor"}
     family = next((w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower())
     known = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
     units = next((name for flag, name in known.items() if flag in cpu_flags()), None)
     zen = generation().replace(" ", "").lower()
-    return "-".join(filter(None, (family, zen, units, f"{cores()}core")))
+    return "-".join(filter(None, (family, zen, units, f"{threads.affinity()}core")))
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -151,7 +142,7 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def threads() -> dict[str, int]:
+def thread_counts() -> dict[str, int]:
     """Return how many threads each loaded library uses, by the library's name."""
     counts: dict[str, int] = {}
     if importlib.util.find_spec("threadpoolctl"):
@@ -169,17 +160,18 @@ def threads() -> dict[str, int]:
 def describe() -> dict[str, Any]:
     """Return the machine's description. Call it after the measurement, when the libraries are loaded."""
     import lowprec
+    from lowprec.backends.cpu import cpuinfo, threads
 
     # Uncommitted results and documentation do not change what was measured.
     changes = _git("status", "--porcelain", "--", "lowprec", "benchmarks/*.py")
     names = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "threadpoolctl")
     return {
         "name": slug(),
-        "cpu": cpu_model(),
+        "cpu": cpuinfo.cpu_name(),
         "generation": generation(),
         "flags": cpu_flags(),
-        "cores": cores(),
-        "threads": threads(),
+        "cores": threads.affinity(),
+        "threads": thread_counts(),
         "python": platform.python_version(),
         "versions": {"lowprec": lowprec.__version__, **versions(names)},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -208,16 +200,14 @@ def plain(value: Any) -> Any:
     >>> plain({"a": (1, float("inf")), 2: None})
     {'a': [1, None], '2': None}
     """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
-    # NumPy's numbers.
-    return plain(value.item()) if hasattr(value, "item") else str(value)
+    value = value.item() if hasattr(value, "item") else value  # NumPy's numbers
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def write_json(path: Path, content: Row) -> None:
@@ -230,12 +220,14 @@ def report(
     """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
     import render
 
+    import lowprec
     from lowprec.checking.measure import Load
 
-    before = {"load_before": LOAD_BEFORE, "openblas_thread_timeout": 4 if CAME_BEFORE_NUMPY else None}
+    machine = describe()
+    machine |= {"load_before": LOAD_BEFORE, "openblas_thread_timeout": 4 if CAME_BEFORE_NUMPY else None}
     content = {
         "benchmark": benchmark,
-        "machine": describe() | before,
+        "machine": machine,
         "settings": {"quick": arguments.quick, "seed": arguments.seed, **settings},
         "claims": list(claims),
         "results": list(results),
@@ -244,7 +236,9 @@ def report(
     write_json(path, content)
     print(f"\n{render.page(benchmark, content)}")
     print(f"wrote {path.name} to {path.parent}")
-    if remark := Load(LOAD_BEFORE, cores()).remark:
+    # Slow kernels of NumPy's OpenBLAS make a slow baseline.
+    handicaps = (text for text in lowprec.info()["warnings"] if "OpenBLAS" in text)
+    for remark in filter(None, [Load(LOAD_BEFORE, machine["cores"]).remark, *handicaps]):
         print(remark)
 
 
@@ -284,10 +278,3 @@ def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str,
     """Return how many times as fast as the baseline a variant is on square products, by size."""
     squares = (r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r))
     return {str(r["n"]): r["speed"][baseline]["median"] for r in squares}
-
-
-# -- printing -------------------------------------------------------------------------------------
-
-
-def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print(f"\n**{title}**\n\n{table(header, rows, words=1)}")

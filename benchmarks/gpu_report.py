@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import common  # noqa: E402 - after the path
+from generated import table  # noqa: E402
 from gpu import parts, tests, verdicts  # noqa: E402
 from gpu.parts import Result  # noqa: E402
 
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part.save()
         deadline = time.monotonic() + options.limit * parts.GRACE
         parts.runner(options.child)(part, parts.Options(options.quick, options.seed, deadline))
-        part.finish()
+        part.complete = True
+        part.save()
         return 0
     begin = time.monotonic()
     # An external time limit ends the report, which keeps the finished parts.
@@ -52,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="lowprec-gpu-", ignore_cleanup_errors=True) as folder:
         path, content = run_all(options, Path(folder), begin=begin)
     rows = [[name, f"{r['elapsed_s']:.1f}", parts.state(r)[:100]] for name, r in content["results"].items()]
-    common.print_table("parts", ("part", "s", "state"), rows)
+    print(f"\n{table(('part', 's', 'state'), rows, words=1)}")
     if not content["machine"]["gpu"]:
         print("\nno GPU was used: the tests ran against the software CUDA")
-    common.print_table("claims", common.CLAIM_HEADER, common.claim_rows(content["claims"]))
+    print(f"\n{table(common.CLAIM_HEADER, common.claim_rows(content['claims']), words=1)}")
     print(f"{time.monotonic() - begin:.0f} s; wrote {path.name} to {path.parent}")
     return 0
 

@@ -10,7 +10,6 @@ current.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import digits
 import generated
 import plot
 
@@ -64,10 +64,6 @@ def _machine_name(result: Result) -> str:
     return f"{named} {units}, {m['cores']} cores"
 
 
-def _model(machine: Mapping[str, Any]) -> str:
-    return f"{machine['cpu']} ({machine['generation']})" if machine["generation"] else machine["cpu"]
-
-
 def _machine_line(result: Result) -> str:
     m = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
@@ -75,8 +71,9 @@ def _machine_line(result: Result) -> str:
     changed = " with changes" if m["dirty"] else ""
     units = ", ".join(m["flags"]) or "no vector units that are listed"
     threads = ", ".join(f"{name} {count}" for name, count in m["threads"].items()) or "unknown"
+    cpu = f"{m['cpu']} ({m['generation']})" if m["generation"] else m["cpu"]
     return (
-        f"Measured on {_model(m)}, {m['cores']} cores ({units}); threads: {threads}; "
+        f"Measured on {cpu}, {m['cores']} cores ({units}); threads: {threads}; "
         f"Python {m['python']}, {versions}; {commit}{changed}, {m['date']}.\n"
     )
 
@@ -146,23 +143,17 @@ def _size(row: Mapping[str, Any]) -> str:
 
 def gemm(result: Result) -> list[str]:
     """Return speed by variant and size: GFLOP/s, and in brackets relative to numpy.matmul in float32."""
-    squares: dict[tuple[str, str], str] = {}
-    others: dict[tuple[str, str], str] = {}
-    for r in result["results"]:
-        cells = squares if common.is_square(r) else others
-        cells[r["variant"], _size(r)] = f"{r['gflops']:.0f} ({r['speed']['numpy float32']['median']:.2f})"
-    corner = "GFLOP/s (x numpy float32)"
-    parts = [part for cells in (squares, others) for part in _tables({corner: cells})]
+    parts = []
+    for square in (True, False):
+        cells = {
+            (r["variant"], _size(r)): f"{r['gflops']:.0f} ({r['speed']['numpy float32']['median']:.2f})"
+            for r in result["results"]
+            if common.is_square(r) is square
+        }
+        parts += _tables({"GFLOP/s (x numpy float32)": cells})
     if left_out := ", ".join(result["settings"].get("left_out", ())):
         parts.append(f"Left out, more than 20 times slower than numpy float32: {left_out}.\n")
     return parts
-
-
-def digits(result: Result) -> list[str]:
-    """Return accuracies by library and precision, and tests of equal means."""
-    import bench_digits
-
-    return [bench_digits.digits.table(result["results"])]
 
 
 def dask(result: Result) -> list[str]:
@@ -224,10 +215,8 @@ def beside_torch(result: Result) -> list[str]:
     """Return milliseconds, or numbers of elements or rows, of PyTorch and lowprec."""
     rows = []
     for r in result["results"]:
-        if r["of"]:
-            figures = [f"{r['torch']} of {r['of']:,}", f"{r['lowprec']} of {r['of']:,}"]
-        else:
-            figures = [f"{1e3 * r[name]['median']:.2f} ms" for name in ("torch", "lowprec")]
+        both = r["torch"], r["lowprec"]
+        figures = [f"{x} of {r['of']:,}" if r["of"] else f"{1e3 * x['median']:.2f} ms" for x in both]
         rows.append([r["units"], r["case"], *figures])
     return [generated.table(["instruction sets", "product", "PyTorch", "lowprec"], rows, words=2)]
 
@@ -263,7 +252,7 @@ _PARTS: dict[str, Callable[[Result], list[str]]] = {
         ("training step", "{variant}", "ms", "{time_ms:.0f}", _where(kind="step")),
         ("training step", "{variant}", "relative time", "{relative_time:.2f}", _where(kind="step")),
     ),
-    "digits": digits,
+    "digits": lambda result: [digits.table(result["results"])],
     "recovery": recovery,
     "real": real,
     "narrow": narrow,
@@ -352,8 +341,6 @@ def charted(results: Path = common.RESULTS) -> list[Path]:
 
 def write() -> None:
     """Write every generated file that is out of date, including charts."""
-    if importlib.util.find_spec("matplotlib") is None:
-        sys.exit('the charts need matplotlib, which is not installed: pip install -e ".[plot]"')
     generated.write(snippets())
     for path in charted():
         if not plot.is_current(path):

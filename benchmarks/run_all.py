@@ -1,7 +1,5 @@
 """Run every benchmark, one after the other, and write all results and the tables made from them.
 
-usage: python benchmarks/run_all.py [--quick] [--output DIR] [--seed N]
-
 The machine should be otherwise idle. The exit status is nonzero if a benchmark failed.
 """
 

@@ -28,9 +28,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import ml_dtypes
@@ -59,7 +58,6 @@ FAILURES = {
     "switch": "switches or modes that did not come back",
     "error": "errors of calls that should succeed",
 }
-
 
 #: Exceptions of handlers: KeyboardInterrupt, and time limits of programs, which may be of any class.
 KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, TimeoutError, RuntimeError, ValueError)
@@ -104,8 +102,7 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A product and its only correct result."""
 
     a: Any

@@ -14,24 +14,16 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-class TorchArrays:
-    """Tensors on the current GPU."""
+def put(array: Any) -> Any:
+    """Return a tensor on the current GPU with the elements of a NumPy array, those of ml_dtypes included."""
+    torch, name = importlib.import_module("torch"), array.dtype.name
+    # PyTorch does not read ml_dtypes' types. They fit in float32.
+    readable = array if hasattr(np, name) else array.astype(np.float32)
+    return torch.from_numpy(readable).to(getattr(torch, name)).cuda()
 
-    def __init__(self) -> None:
-        self.torch = importlib.import_module("torch")
 
-    def put(self, array: Any) -> Any:
-        """Return a tensor with the elements of a NumPy array, those of ml_dtypes included."""
-        array = np.ascontiguousarray(array)
-        kind = array.dtype.name
-        if hasattr(np, kind):
-            return self.torch.from_numpy(array).cuda()
-        # PyTorch has these types, and reads NumPy's integers of their width.
-        carrier = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]
-        return self.torch.from_numpy(array.view(carrier)).view(getattr(self.torch, kind)).cuda()
-
-    def get(self, tensor: Any) -> Any:
-        """Return the elements in host memory; types that NumPy lacks become float32."""
-        if not hasattr(np, str(tensor.dtype).removeprefix("torch.")):
-            tensor = tensor.float()
-        return tensor.cpu().numpy()
+def get(tensor: Any) -> Any:
+    """Return the elements in host memory; types that NumPy lacks become float32."""
+    if not hasattr(np, str(tensor.dtype).removeprefix("torch.")):
+        tensor = tensor.float()
+    return tensor.cpu().numpy()

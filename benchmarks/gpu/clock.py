@@ -7,9 +7,10 @@ calls queued behind a kernel that waits. Medians and ratios are those of `timing
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,14 +24,12 @@ _SAMPLE_S, _MOST_REPEATS = 2e-3, 100
 #: Where the GPU takes this many times as long as the host, the host's time is hidden without a pause.
 _HOST_MARGIN = 3.0
 
-Call = Callable[[int], Any]
-
 
 @dataclass(frozen=True)
 class Variant:
     """A call by the number of the operand set, and switches, which are set outside of the timed part."""
 
-    call: Call
+    call: Callable[[int], Any]
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -92,19 +91,19 @@ class _Warm:
     behind_s: float
     host_s: float
 
-    def sample(self, clock: EventClock, first: int, sets: int) -> float:
-        """Return the seconds per call, beginning with an operand set."""
+    def sample(self, clock: EventClock, numbers: Iterator[int]) -> float:
+        """Return the seconds per call on the next operand sets."""
 
         def work() -> None:
-            for number in range(first, first + self.repeats):
-                self.variant.call(number % sets)
+            for number in itertools.islice(numbers, self.repeats):
+                self.variant.call(number)
 
         with self.variant.around():
             return clock.time(work, self.behind_s) / self.repeats
 
 
 def contest(
-    variants: Mapping[str, Variant | Call],
+    variants: Mapping[str, Variant],
     clock: EventClock,
     *,
     sets: int = 1,
@@ -117,20 +116,16 @@ def contest(
     ready: dict[str, _Warm] = {}
     for name, variant in variants.items():
         try:
-            ready[name] = _warm(variant if isinstance(variant, Variant) else Variant(variant), clock, sets)
+            ready[name] = _warm(variant, clock, sets)
         except Exception as error:  # noqa: BLE001 - a library that fails is not compared
             measured.errors[name] = short(error)
     measured.host_s = {name: entry.host_s for name, entry in ready.items()}
-    at = 0
+    numbers = itertools.cycle(range(sets))
 
     def sample(name: str, _: int) -> float:
-        nonlocal at
-        entry = ready[name]
         if name not in measured.errors:
             try:
-                seconds = entry.sample(clock, at, sets)
-                at += entry.repeats
-                return seconds
+                return ready[name].sample(clock, numbers)
             except Exception as error:  # noqa: BLE001 - a late failure leaves the others
                 measured.errors[name] = short(error)
         return math.nan

@@ -10,17 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import lowprec
-from gpu.arrays import TorchArrays, numpy_dtype
+from gpu import arrays
 from gpu.parts import Options, Part, short
+from lowprec.checking.accuracy import Reference
 from lowprec.modes import available_modes, row
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-
-
-def _refused(error: Exception) -> dict[str, Any]:
-    """Return the row of a product that raised; a device without FP8 is no failure, a missing algorithm is one."""
-    lacks = isinstance(error, lowprec.UnsupportedError) and "compute capability" in str(error)
-    return {"ok": None if lacks else False, "refused": short(error)}
 
 
 # -- every element type and mode, within the bound ------------------------------------------------
@@ -78,41 +73,34 @@ def operands(dtypes: tuple[str, str], distribution: str, k: int, side: int, seed
         values = _draw(rng, shape, distribution, axis)
         if dtype.startswith("complex"):
             values = values + 1j * _draw(rng, shape, distribution, axis)
-        return values.astype(numpy_dtype(dtype))
+        return values.astype(arrays.numpy_dtype(dtype))
 
     return operand((side, k), 0), operand((k, side), 1)
 
 
-def judge(result: Any, a: Any, b: Any, bound: Any) -> dict[str, Any]:
-    """Return the error of a product and whether it is within the bound of lowprec's plan."""
-    wide: Any = np.complex128 if a.dtype.kind == "c" else np.float64
-    x, y = a.astype(wide), b.astype(wide)
-    exact = x @ y
-
-    norm_a, norm_b = float(np.linalg.norm(x)), float(np.linalg.norm(y))
-    error, limit = float(np.linalg.norm(result - exact)), bound.frobenius(norm_a, norm_b, *exact.shape)
-    scale, relative = norm_a * norm_b, error / float(np.linalg.norm(exact))
-    # False for NaN, too.
-    ok = bool(error <= limit)
-    return {"error": error / scale, "relative_error": relative, "bound": limit / scale, "ok": ok}
-
-
-def check(arrays: Any, case: Case, side: int, seed: int) -> dict[str, Any]:
+def check(device: Any, case: Case, side: int, seed: int) -> dict[str, Any]:
+    """Return the row of a product of arrays that `device.put` creates and `device.get` reads."""
     words = {**case._asdict(), "dtypes": list(case.dtypes)}
     a, b = operands(case.dtypes, case.distribution, case.k, side, seed)
     asked = {"math_mode": case.mode, "out_dtype": case.out_dtype}
     try:
-        x, y = arrays.put(a), arrays.put(b)
+        x, y = device.put(a), device.put(b)
         plan = lowprec.plan(x, y, **asked)
-        result = arrays.get(lowprec.matmul(x, y, **asked))
+        result = device.get(lowprec.matmul(x, y, **asked))
     except Exception as error:  # noqa: BLE001 - a product that fails is one row
-        return {**words, **_refused(error)}
-    algorithm = dict(plan.algorithm)
+        # A device without FP8 is no failure, a missing algorithm is one.
+        lacks = isinstance(error, lowprec.UnsupportedError) and "compute capability" in str(error)
+        return {**words, "ok": None if lacks else False, "refused": short(error)}
+    algorithm, errors = dict(plan.algorithm), Reference(a, b).compare(result, plan)
     # None where the plan does not name the units that multiply.
     units = algorithm.get("units")
     return {
         **words,
-        **judge(result, a, b, plan.bound),
+        "error": errors.normalised,
+        "relative_error": errors.relative,
+        "bound": errors.bound,
+        # False for NaN, too.
+        "ok": errors.normalised <= errors.bound,
         "kernel": str(plan.kernel),
         "compute_type": plan.compute_type,
         "algorithm": algorithm,
@@ -122,7 +110,6 @@ def check(arrays: Any, case: Case, side: int, seed: int) -> dict[str, Any]:
 
 def accuracy(part: Part, options: Options) -> None:
     """Check all products; on Hopper cuBLAS was seen to run TF32 on tensor cores from these extents on."""
-    arrays = TorchArrays()
     for case in part.in_time(cases((512,) if options.quick else (512, 2048, 16384)), options):
         part.row(**check(arrays, case, 512, options.seed))
 

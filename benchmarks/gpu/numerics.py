@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -95,15 +95,6 @@ def accumulation(part: Part, options: Options) -> None:
             _split(part, options, dtype, out, schemes)
 
 
-def _offered(part: Part, words: dict[str, Any], count: int, a: Any, b: Any, **asked: Any) -> tuple[Any, Sequence[Any]]:
-    """Return a bare product and its algorithms; none, and a row with the reason, where it is refused."""
-    schemes = asked.pop("schemes", FULL_REDUCTIONS)
-    with part.attempt(**words):
-        bare = LtProduct(a, b, **asked)
-        return bare, bare.algorithms(count, schemes)
-    return None, ()
-
-
 def model_operands(seed: int, dtype: str, terms: int) -> tuple[Any, Any]:
     """Return operands with so many products that are not zero, of different exponents; float32 holds TF32 numbers."""
     rng = np.random.default_rng([seed, terms])
@@ -119,9 +110,9 @@ def _tensor_core(part: Part, options: Options, dtype: str, terms: int) -> None:
     a, b = model_operands(options.seed, dtype, terms)
     how = {"compute": "COMPUTE_32F_FAST_TF32"} if dtype == "float32" else {}
     words = {"question": "tensor core", "dtype": dtype, "terms": terms}
-    bare, offered = _offered(part, words, 1, a, b, **how)
-    for algorithm in offered:
-        with part.attempt(**words):
+    with part.attempt(**words):
+        bare = LtProduct(a, b, **how)
+        for algorithm in bare.algorithms(1):
             result, shares = bare.run(algorithm)[:_EMULATED], {}
             for architecture in Architecture:
                 with contextlib.suppress(lowprec.UnsupportedError), lowprec.emulate(architecture):
@@ -139,13 +130,15 @@ def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[st
     exact = (a.astype(np.float64) @ b.astype(np.float64)).astype(numpy_dtype(out)).astype(np.float64)
     allowed = schemes if out == "float32" or schemes == ("MASK",) else ("COMPUTE_TYPE",)
     words = {"question": "split", "dtype": dtype, "out_dtype": out, "allowed": list(allowed)}
-    bare, offered = _offered(part, words, 64, a, b, out_dtype=out, schemes=allowed)
-    for rank in part.in_time(range(len(offered)), options):
-        info = described(offered[rank])
-        if info.get("split_k", 1) > 1 or rank == 0:
-            with part.attempt(**words, rank=rank):
-                same = bool((bare.run(offered[rank]).astype(np.float64) == exact).all())
-                part.row(ok=None if allowed == ("MASK",) else same, **words, rank=rank, exact=same, **info)
+    with part.attempt(**words):
+        bare = LtProduct(a, b, out_dtype=out)
+        offered = bare.algorithms(64, allowed)
+        for rank in part.in_time(range(len(offered)), options):
+            info = described(offered[rank])
+            if info.get("split_k", 1) > 1 or rank == 0:
+                with part.attempt(**words, rank=rank):
+                    same = bool((bare.run(offered[rank]).astype(np.float64) == exact).all())
+                    part.row(ok=None if allowed == ("MASK",) else same, **words, rank=rank, exact=same, **info)
 
 
 # -- NVIDIA_TF32_OVERRIDE, which a process reads once ---------------------------------------------

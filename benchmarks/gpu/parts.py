@@ -69,9 +69,7 @@ def question(name: str) -> str:
 
 def runner(name: str) -> Callable[[Part, Options], None]:
     """Return the function of a measurement, which adds its rows to a part."""
-    function: Callable[[Part, Options], None]
-    function = getattr(importlib.import_module(f"gpu.{MEASUREMENTS[name][1]}"), name.partition("-")[0])
-    return function
+    return getattr(importlib.import_module(f"gpu.{MEASUREMENTS[name][1]}"), name.partition("-")[0])
 
 
 @dataclass(frozen=True)
@@ -117,10 +115,6 @@ class Part:
                 self.fact("stopped_at", case)
                 return
             yield case
-
-    def finish(self) -> None:
-        self.complete = True
-        self.save()
 
     def save(self) -> None:
         content = {name: getattr(self, name) for name in ("complete", "facts", "rows")}

@@ -1,11 +1,11 @@
-"""Errors and speeds of the modes that recover FP32, by chunk of k."""
+"""Errors and speeds of the modes that recover FP32, by chunk of k, and of torch's products of float32 matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import lowprec
 from gpu import clock
@@ -13,70 +13,45 @@ from gpu.parts import Options, Part, short
 from gpu.speed import errors as errors_of
 from gpu.speed import sets_of, torch_switches
 
-Row = dict[str, Any]
+MODES = ("fp16x3", "bf16x6", "bf16x3", "tf32x3")
 
 
-class Way(NamedTuple):
-    """A mode, and the length of its chunks: None is the whole of k, "plan" the plan's choice."""
-
-    mode: str
-    chunk: int | str | None
-
-    def __str__(self) -> str:
-        return f"{self.mode}, chunks: {'whole' if self.chunk is None else self.chunk}"
-
-    def arguments(self, k: int) -> dict[str, Any]:
-        chunk = {} if self.chunk == "plan" else {"k_chunk": k if self.chunk is None else self.chunk}
-        return {"math_mode": self.mode, **chunk}
-
-
-#: torch's products of float32 matrices, by name, and its word for the precision of each.
-TORCH_PRODUCTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "torch float32": (lambda torch, a, b: torch.matmul(a, b), "ieee"),
-    "torch tf32": (lambda torch, a, b: torch.matmul(a, b), "tf32"),
-    "torch float64": (lambda torch, a, b: torch.matmul(a.double(), b.double()), "ieee"),
-}
-
-
-def measure_splits(torch: Any, n: int, distribution: str, options: Options, ticks: clock.EventClock) -> Iterator[Row]:
-    """Yield one row per product of torch's and per way, square operands: the error; for normal numbers the speed."""
+def measure_splits(
+    torch: Any, n: int, distribution: str, options: Options, ticks: clock.EventClock
+) -> Iterator[dict[str, Any]]:
+    """Yield one row per product, square operands: the error; for normal numbers the speed."""
     generator = torch.Generator(ticks.device).manual_seed(options.seed)
     draw, timed = (torch.randn, True) if distribution == "normal" else (torch.rand, False)
     sets = sets_of(8 * n * n) if timed and ticks.device == "cuda" else 1
     pairs = [[draw((n, n), generator=generator, device=ticks.device) for _ in range(2)] for _ in range(sets)]
-    chunks = (256,) if options.quick else (256, 512, 1024, None, "plan")
-    plans, errors = {}, {}
-    for way in (Way(*x) for x in product(("fp16x3", "bf16x6", "bf16x3", "tf32x3"), chunks)):
+    ieee, tf32 = (partial(torch_switches, torch, precision) for precision in ("ieee", "tf32"))
+    variants = {
+        "torch float32": clock.Variant(lambda i: torch.matmul(*pairs[i]), ieee),
+        "torch tf32": clock.Variant(lambda i: torch.matmul(*pairs[i]), tf32),
+        "torch float64": clock.Variant(lambda i: torch.matmul(*(x.double() for x in pairs[i])), ieee),
+    }
+    others = set(variants)
+    words: dict[str, dict[str, Any]] = {name: {} for name in others}
+    chunks = {"256": 256} if options.quick else {"256": 256, "512": 512, "1024": 1024, "whole": n, "plan": None}
+    for mode, chunk in product(MODES, chunks):
+        name, how = f"{mode}, chunks: {chunk}", {"math_mode": mode, "k_chunk": chunks[chunk]}
+        variants[name] = clock.Variant(lambda i, how=how: lowprec.matmul(*pairs[i], **how))
+        words[name] = {"mode": mode, "chunk": chunk}
+    errors = {}
+    for name, variant in variants.items():
         try:
-            plans[way] = lowprec.plan(*pairs[0], **way.arguments(n))
-            errors[way], _ = errors_of(torch, lowprec.matmul(*pairs[0], **way.arguments(n)), *pairs[0])
-        except Exception as error:  # noqa: BLE001 - a way that fails is one row
-            yield {"name": str(way), **way._asdict(), "error": short(error)}
+            with variant.around():
+                errors[name], _ = errors_of(torch, variant.call(0), *pairs[0])
+        except Exception as error:  # noqa: BLE001 - a product that fails is one row
+            yield {"name": name, **words[name], "error": short(error)}
     contest = clock.Contest()
     if timed:
-        variants: dict[str, Any] = {
-            name: clock.Variant(
-                lambda i, multiply=multiply: multiply(torch, *pairs[i]), partial(torch_switches, torch, precision, True)
-            )
-            for name, (multiply, precision) in TORCH_PRODUCTS.items()
-        }
-        for way in plans:
-            variants[str(way)] = lambda i, way=way: lowprec.matmul(*pairs[i], **way.arguments(n))
-        contest = clock.contest(variants, ticks, sets=sets, rounds=3, budget_s=0.0, seed=options.seed)
-    seconds = contest.seconds
-    for name, (multiply, precision) in TORCH_PRODUCTS.items():
-        with torch_switches(torch, precision, True):
-            error, _ = errors_of(torch, multiply(torch, *pairs[0]), *pairs[0])
-        yield {"name": name, "relative_error": error, "seconds": seconds.get(name)}
-    for way in errors:
-        name = str(way)
-        values = {"name": name, **way._asdict(), "plan_k_chunk": plans[way].k_chunk, "relative_error": errors[way]}
-        if name in seconds:
-            speed = {other: ratio for other, ratio in contest.speed(name).items() if other in TORCH_PRODUCTS}
-            values |= {"seconds": seconds[name], "speed": speed}
-        elif name in contest.errors:
-            values["error"] = contest.errors[name]
-        yield values
+        able = {name: variants[name] for name in errors}
+        contest = clock.contest(able, ticks, sets=sets, rounds=3, budget_s=0.0, seed=options.seed)
+    for name, error in errors.items():
+        values = {"name": name, **words[name], "relative_error": error, "seconds": contest.seconds.get(name)}
+        values["speed"] = {other: ratio for other, ratio in contest.speed(name).items() if other in others}
+        yield values | ({"error": contest.errors[name]} if name in contest.errors else {})
 
 
 def splits(part: Part, options: Options) -> None:
@@ -87,5 +62,5 @@ def splits(part: Part, options: Options) -> None:
         words = {"n": n, "distribution": distribution}
         with part.attempt(**words):
             for values in measure_splits(torch, n, distribution, options, ticks):
-                part.row(**{**words, **values})
+                part.row(**words, **values)
         torch.cuda.empty_cache()

@@ -96,14 +96,13 @@ QUANTIZING = {f"mode {mode}": Kind(_FLOAT32, {"math_mode": mode}, "tf32", _SOME,
 
 
 @contextlib.contextmanager
-def torch_switches(torch: Any, precision: str, reduced: bool = False) -> Iterator[None]:
-    """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits."""
+def torch_switches(torch: Any, precision: str) -> Iterator[None]:
+    """Set torch's float32 precision, and sums of 16-bit products in FP32 alone."""
     matmul = torch.backends.cuda.matmul
-    wanted = {f"allow_{kind}_reduced_precision_reduction": reduced for kind in ("bf16", "fp16")}
-    if hasattr(matmul, "fp32_precision"):
-        wanted["fp32_precision"] = precision
-    else:
-        wanted["allow_tf32"] = precision == "tf32"
+    wanted: dict[str, Any] = {f"allow_{kind}_reduced_precision_reduction": False for kind in ("bf16", "fp16")}
+    # Older versions of torch have the other switch.
+    is_new = hasattr(matmul, "fp32_precision")
+    wanted |= {"fp32_precision": precision} if is_new else {"allow_tf32": precision == "tf32"}
     before = {name: getattr(matmul, name) for name in wanted}
     try:
         for name, value in wanted.items():
@@ -149,24 +148,27 @@ def measure(
 
     sets = [draw()]
     ours, theirs, numbers = sets[0]
-    nbytes = sum(x.numel() * x.element_size() for x in theirs)
+    # lowprec's operands may be the narrower ones.
+    nbytes = min(sum(x.nbytes for x in pair) for pair in (ours, theirs))
     sets += [draw() for _ in range(sets_of(nbytes) - 1 if ticks.device == "cuda" else 1)]
     begin = time.perf_counter()
     result = lowprec.matmul(*ours, **kind.arguments)
     ticks.wait()
     first_s = time.perf_counter() - begin
-    variants: dict[str, clock.Variant | clock.Call] = {
-        "lowprec": lambda i: lowprec.matmul(*sets[i][0], **kind.arguments),
+    variants = {
+        "lowprec": clock.Variant(lambda i: lowprec.matmul(*sets[i][0], **kind.arguments)),
         "torch": clock.Variant(lambda i: torch.matmul(*sets[i][1]), partial(torch_switches, torch, kind.precision)),
     }
     if kind.beside:
-        variants[f"lowprec {kind.beside}"] = lambda i: lowprec.matmul(*sets[i][0], math_mode=kind.beside)
+        beside = clock.Variant(lambda i: lowprec.matmul(*sets[i][0], math_mode=kind.beside))
+        variants[f"lowprec {kind.beside}"] = beside
     contest = clock.Contest()
     for tuned in (False, True) if tune else (False,):
         values: dict[str, Any] = {}
         if tuned and "lowprec" in contest.seconds:
             candidates = max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * 1e3 * contest.seconds["lowprec"]))))
             values["over_first_choice"] = lowprec.autotune(*ours, **kind.arguments, candidates=candidates).speedup
+            result = lowprec.matmul(*ours, **kind.arguments)
         plan = lowprec.plan(*ours, **kind.arguments)
         contest = clock.contest(variants, ticks, sets=len(sets), budget_s=0.6, seed=seed)
         relative, of_bound = errors(torch, result, *numbers, plan.bound)

@@ -45,8 +45,9 @@ def command(module: str, *, quick: bool) -> list[str]:
 
 
 class _ReportLog:
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def pytest_sessionstart(self, session: Any) -> None:
+        """Keep the session, which can be stopped."""
+        self.session = session
 
     def _write(self, entry: dict[str, Any]) -> None:
         with open(os.environ[PATH], "a", encoding="utf-8") as file:
@@ -54,7 +55,8 @@ class _ReportLog:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Write the setup, the call or the teardown of a test."""
-        self._write(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+        config = self.session.config
+        self._write(config.hook.pytest_report_to_serializable(config=config, report=report))
 
     #: Modules that cannot be imported.
     pytest_collectreport = pytest_runtest_logreport
@@ -64,16 +66,12 @@ class _ReportLog:
         if time.time() > float(os.environ.get(DEADLINE, "inf")):
             self.session.shouldstop = "the time is over"
 
-    def pytest_sessionstart(self, session: Any) -> None:
-        """Keep the session, which can be stopped."""
-        self.session = session
-
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write({"$report_type": "SessionFinish", "exitstatus": int(exitstatus)})
 
 
 def pytest_configure(config: Any) -> None:
-    config.pluginmanager.register(_ReportLog(config))
+    config.pluginmanager.register(_ReportLog())
 
 
 # -- its file -------------------------------------------------------------------------------------

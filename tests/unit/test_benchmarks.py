@@ -50,6 +50,13 @@ def test_variants_take_turns_and_sets_rotate(load):
     assert len(orders) > 1, "the order never changed"
 
 
+def test_parts_run_in_their_order(load, monkeypatch):
+    done = []
+    monkeypatch.setattr(sys, "argv", ["script", "--parts", "b", "a"])
+    load("common").run_parts("Measure.", {name: lambda _, name=name: done.append(name) for name in "abc"})
+    assert done == ["a", "b"]
+
+
 # -- claims and files -----------------------------------------------------------------------------
 
 

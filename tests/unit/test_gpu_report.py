@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -313,6 +314,18 @@ def test_rows_of_speed(load, torch, name, monkeypatch):
     real = lowprec.matmul
     monkeypatch.setattr(lowprec, "matmul", lambda *given, **more: real(*given, **more) * 100)
     assert row()["ok"] is False
+
+
+def test_a_tuned_product_is_checked(load, torch, monkeypatch):
+    real = lowprec.matmul
+
+    def autotune(*_, **__):
+        monkeypatch.setattr(lowprec, "matmul", lambda *given, **more: real(*given, **more) * 100)
+        return SimpleNamespace(speedup=1.0)
+
+    monkeypatch.setattr(lowprec, "autotune", autotune)
+    rows = load("gpu.speed").measure(torch, "bfloat16", (16, 128, 64), 0, HostClock(), tune=True)
+    assert [(row["tuned"], row["ok"]) for row in rows] == [(False, True), (True, False)]
 
 
 # -- tests ------------------------------------------------------------------------------------
