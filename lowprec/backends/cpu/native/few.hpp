@@ -179,31 +179,34 @@ template <class U> struct Few {
     typedef typename U::Acc Acc;
     typedef Gemm<U> G;
     typedef void Rows(const Source&, const uint32_t*, int64_t, const char*, int64_t, int, uint32_t*, int64_t, int64_t, bool, Extrema*);
-    static constexpr int M = U::FEW ? U::FEW : 1, P = G::P, N = G::N;
+    static constexpr int M = U::FEW ? U::FEW : 1, MOST = 2 * M, P = G::P, N = G::N;
     static constexpr int64_t SPAN_LANES = 64, SPAN = 8;  // lanes of b and blocks of k that are transposed at a time
 
     struct Job : G::Common {
         bool in_place, along_k;  // of b
-        int64_t columns, span, lda, ldy, size;  // span: packed blocks
+        Rows *whole[2], *panels[2];  // for M rows, and for the last ones: where b is, and packed
+        int64_t columns, span, rows, lda, ldy, size;  // span: packed blocks; rows: in memory
         explicit Job(lp::Work& work) : G::Common(work) {}
     };
     struct Thread {
         uint32_t *a, *sums, *part, *panel;
         Extrema* extrema;
-        int32_t offsets[M];
+        int32_t offsets[MOST];
     };
 
     static bool along_lanes(const lp::Work& p) { return p.b.lane == 1 && !p.b.lane_offsets && !is_coded(p.b.type); }
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
-        return p.m <= M && ((p.b.k == 1 && !p.b.k_offsets) || along_lanes(p));
+        return p.m <= (along_lanes(p) || P == 4 ? MOST : M) && ((p.b.k == 1 && !p.b.k_offsets) || along_lanes(p));
     }
 
     // Adds the products of all rows and the columns [first, first + lanes).
     static void add(Job& j, Thread& t, int64_t first, int64_t lanes, bool in_place) {
         const lp::Work& p = j.p;
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = p.m;
-        Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m, false);
+        auto multiply = [&](Rows* const* rows, const Source& b, const uint32_t* a, const char* at, int64_t ldb, int64_t dwords, uint32_t* y, int64_t width, bool adds) {
+            for (int64_t i = 0; i < m; i += M) rows[m - i < M](b, a + i * j.lda, j.lda, at, ldb, (int)dwords, y + i * j.ldy, j.ldy, width, adds, t.extrema);
+        };
         const int group = j.along_k || p.scales_b || (P < 4 && m * lanes > 4096) ? (int)j.span * W : 4 / P;
         for (int64_t block = 0, end; block < j.blocks; block = end) {
             const int64_t left = j.sum - block % j.sum, rest = p.k - block * W * P;
@@ -220,12 +223,12 @@ template <class U> struct Few {
             }
             for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
                 const char* at = p.b.at + (first * p.b.lane + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
-                whole_rows(b, t.a + block * W + d, j.lda, at, (j.along_k ? p.b.lane : p.b.k) * j.size, (int)G::least(group, dwords - d), y, j.ldy, whole, adds || d, t.extrema);
+                multiply(j.whole, b, t.a + block * W + d, at, (j.along_k ? p.b.lane : p.b.k) * j.size, G::least(group, dwords - d), y, whole, adds || d);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
                 j.pack_b(p.b, Layout{false, width, width, width * W, 0}, strip, strip + 1, block, end, t.panel, 0);
-                rows(p.b, t.a + block * W, j.lda, (const char*)t.panel, 4 * width, dwords, y + whole, j.ldy, padded - whole, adds, nullptr);
+                multiply(j.panels, p.b, t.a + block * W, (const char*)t.panel, 4 * width, dwords, y + whole, padded - whole, adds);
             }
             for (int i = 0; y == t.part && (end % j.sum == 0 || end == j.blocks) && i < m; i++)
                 for (int64_t q = i * j.ldy; q < i * j.ldy + lanes; q += W) put(t.sums + q, plus(get<Acc>(t.sums + q), get<Acc>(t.part + q)));
@@ -253,9 +256,9 @@ template <class U> struct Few {
         Job& j = *(Job*)at;
         const lp::Work& p = j.p;
         Thread t{};
-        t.a = j.memory + thread * j.memory_each, t.sums = t.a + M * j.lda, t.part = t.sums + M * j.ldy;
-        t.panel = t.part + M * j.ldy, t.extrema = (Extrema*)(t.panel + j.columns * j.span * W);
-        j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, 1, 0, j.blocks, t.a, 0);
+        t.a = j.memory + thread * j.memory_each, t.sums = t.a + j.rows * j.lda, t.part = t.sums + j.rows * j.ldy;
+        t.panel = t.part + j.rows * j.ldy, t.extrema = (Extrema*)(t.panel + j.columns * j.span * W);
+        j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, j.rows / M, 0, j.blocks, t.a, M * j.lda);
         for (int row = 0; U::ELEMENT == E_U8 && row < p.m; row++)
             for (int64_t q = 0; q < 4 * j.lda; q++) t.offsets[row] += 128 * ((const int8_t*)(t.a + row * j.lda))[q];
         for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) task(j, t, i * j.columns, G::least(p.n - i * j.columns, j.columns));
@@ -276,7 +279,7 @@ template <class U> struct Few {
     static Rows* in_place_for(const lp::Work& p, int64_t m) {
         const bool along_k = !along_lanes(p);
         Rows* rows = nullptr;  // more than two rows need the registers in which int8 is interleaved
-        if (p.b.k_offsets || p.b.lane_offsets || (along_k ? p.scales_b && p.k % W : p.b.type == LP_I8 && m > 2)) return rows;
+        if (p.b.k_offsets || p.b.lane_offsets || (along_k ? p.scales_b && p.k % W : p.b.type == LP_I8 && p.m > 2)) return rows;
         auto find = [&](auto type, auto format) { rows = rows_for<type, format>(m, along_k); };
         auto find_codes = [&](auto type) {
             if constexpr (can_pack(U::ELEMENT, type, LP_EXACT))
@@ -290,7 +293,12 @@ template <class U> struct Few {
     static int32_t gemm(lp::Work& p) {
         Job j(p);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
-        j.in_place = in_place_for(p, p.m), j.along_k = j.in_place && !along_lanes(p), j.size = bits_of(p.b.type) / 8;
+        j.rows = G::ceil(p.m, M) * M;
+        for (int i = 0; i < 2; i++) {
+            const int64_t rows = i ? p.m - (j.rows - M) : M;
+            j.whole[i] = in_place_for(p, rows), j.panels[i] = rows_for<PANEL, LP_EXACT>(rows, false);
+        }
+        j.in_place = j.whole[1], j.along_k = j.in_place && !along_lanes(p), j.size = bits_of(p.b.type) / 8;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
         // Lanes that are read along k are read from end to end.
         const int64_t unit = j.along_k && !is_coded(p.b.type) ? 16 : SPAN_LANES;
@@ -301,7 +309,7 @@ template <class U> struct Few {
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), unit) * unit, j.tasks = G::ceil(p.n, j.columns);
         j.lda = j.blocks * W, j.ldy = j.columns + N;
-        j.memory_each = G::ceil(M * (j.lda + 2 * j.ldy) + j.columns * (j.span * W + 2), 1024) * 1024;
+        j.memory_each = G::ceil(j.rows * (j.lda + 2 * j.ldy) + j.columns * (j.span * W + 2), 1024) * 1024;
         threads = G::least(threads, j.tasks);
         if (!j.begin(0, (int)threads, false)) return LP_NO_MEMORY;
         lp::run(work, &j, (int)threads);

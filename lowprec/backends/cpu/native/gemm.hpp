@@ -64,7 +64,7 @@ template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
     static constexpr bool SCALES = U::ELEMENT == E_F32 || U::ELEMENT == E_PAIR;
-    static constexpr int64_t BLOCK = P * W, SUMS = FLOATS ? 2 : 1, LONGEST = 768 / SUMS * P, A_BYTES = 448 << 10, PAD = 48;
+    static constexpr int64_t BLOCK = P * W, SUMS = FLOATS ? 2 : 1, LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
 
     // A product of packed operands, or of few rows. Blocks are of k.
     struct Common {
@@ -219,14 +219,16 @@ template <class U> struct Gemm {
     // How the result is divided into tasks, and b packed: by each task for a short a, else before all tasks.
     static void divide(Job& j, int64_t threads) {
         const lp::Work& p = j.p;
-        j.own_b = !p.packed_b && j.strips_m <= 4 && threads * p.m <= 2 * p.n;
+        const int64_t sum_a = 4 * j.sum * j.slots_a * M * W;  // bytes of a strip of a
+        j.own_b = !p.packed_b && threads * p.m <= 2 * p.n && (j.strips_m <= 4 || j.strips_m * sum_a <= A_BYTES);
+        if (j.own_b) j.chunk = j.sum;
         j.pack_strips = 16;  // rows of memory are read in long runs
         while (j.pack_strips > 1 && j.strips_n < 4 * threads * j.pack_strips) j.pack_strips /= 2;
         j.pack_tasks = j.own_b || p.packed_b ? 0 : ceil(j.strips_n, j.pack_strips);
         int64_t a_strip = least(j.chunk, j.blocks) * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
         if (j.own_b) {
             bool along_k = p.b.k == 1;
-            j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 * (1 + (P == 2));
+            j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 << (P > 1);
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
             j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
             j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
