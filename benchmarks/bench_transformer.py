@@ -37,6 +37,7 @@ Call = Callable[[int], Any]
 def _block(calls: dict[str, Call], seconds: float, name: str, _: int) -> float:
     """Return the seconds of one call in a block of about this duration."""
     call = calls[name]
+    time.sleep(timing.SPIN_SECONDS)
     call(0)
     start = time.perf_counter()
     call(1)

@@ -194,9 +194,12 @@ def _measured_narrow() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
 def weight_table() -> str:
     """Return the formats of a weight, with its size, error and speed."""
     rows, errors, speeds = _measured_narrow()
+    speeds["bfloat16"] = "1.00"
     cells = [
-        [_code(name), f"{r['nbytes'] / 1e6:.1f} MB", errors[name], f"{speeds.get(name, '1.00')} x"]
+        [_code(name) + prepared, f"{r['nbytes'] / 1e6:.1f} MB", errors[name], f"{speeds[name + prepared]} x"]
         for name, r in rows.items()
+        for prepared in ("", ", prepared")
+        if name + prepared in speeds
     ]
     return table(["weight", "size", "error", "speed"], cells, words=1)
 

@@ -103,7 +103,7 @@ class TorchLibrary(Library):
         return "" if kind in self._plain else (
             f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may have no memory of its "
             "own; pass a plain tensor (tensor.full_tensor() of a DTensor, tensor.dequantize() of a quantised one, "
-            "tensor.as_subclass(torch.Tensor) if the subclass has memory)"
+            "those of tensor.unbind() of a nested one, tensor.as_subclass(torch.Tensor) if the subclass has memory)"
         )  # fmt: skip
 
     def delegate(self, *arrays: Any) -> Delegate | None:

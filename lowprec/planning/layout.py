@@ -150,11 +150,8 @@ def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple
             return "row", cols
         if row_stride >= cols:
             return "row", row_stride
-    if row_stride == 1 or rows == 1:
-        if cols == 1:
-            return "col", rows
-        if col_stride >= rows:
-            return "col", col_stride
+    if (row_stride == 1 or rows == 1) and col_stride >= rows:
+        return "col", col_stride
     return None, None
 
 

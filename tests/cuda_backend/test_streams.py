@@ -139,6 +139,20 @@ def test_memory_of_a_graph_is_its_own(ordered, cupy, mode, ptds):
             np.testing.assert_array_equal(cupy.asnumpy(out), changed @ B)
 
 
+def test_a_product_on_another_device_of_cupy(software, cupy):
+    with cupy.cuda.Device(1):
+        x = cupy.asarray(A)
+    assert lowprec.matmul(x, x).device.id == 1
+
+
+def test_an_algorithm_that_cannot_be_described(ordered):
+    x, y = ordered.array(A), ordered.array(B)
+    lowprec.matmul(x, y)
+    failing = ordered.fail("matmul_algo_cap_get_attribute")
+    with failing, lowprec.profile(), pytest.raises(BackendError, match="cannot describe the algorithm of"):
+        lowprec.matmul(x, y)
+
+
 def test_operands_of_a_product_that_fails_half_way_are_held(ordered):
     x, y = ordered.array(A), ordered.array(B)
     lowprec.matmul(x, y, math_mode="bf16")

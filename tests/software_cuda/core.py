@@ -1,14 +1,13 @@
 """A software ``cuda.core``: the same CUDA C++ sources, compiled for the host by g++ and run when their stream runs.
 
-A "cubin" is the shared object after a line that describes what it was made for, so that what real drivers refuse
-(another architecture, damaged bytes, an unknown name) is refused. ``host_cuda.h`` has the language.
+A "cubin" is the shared object after a line with its architecture; one for another device is refused, as by drivers.
+``host_cuda.h`` has the language.
 """
 
 import ctypes
 import functools
 import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -25,7 +24,6 @@ from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
 from software_cuda.recorder import Fault, Part, function
 
 _SHIM = Path(__file__).with_name("host_cuda.h")
-_MAGIC = b"software cubin "
 _KERNEL = re.compile(r"__attribute__\s*\(\(used\)\)\s*void\s+(\w+)\s*\(")
 _COMPILE = (
     "-std=c++17", "-O0", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
@@ -62,25 +60,18 @@ class Core(Part):
         assert target == "cubin"
         if arch in ("sm_70", "sm_72") and self._cuda_major >= 13:
             raise NVRTCError("NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)")
-        library = _compiled(source)
-        header = json.dumps({"arch": arch, "digest": hashlib.sha256(library).hexdigest()}).encode()
-        return self._object_code(_MAGIC + header + b"\n" + library)
+        return self._object_code(arch.encode() + b"\n" + _compiled(source))
 
     def _object_code(self, code):
         return SimpleNamespace(code=code, get_kernel=lambda name: Kernel(name, self._loaded(code)))
 
     def _loaded(self, code):
-        """Load compiled code, as the driver does: it must be whole, and for this device."""
-        header, _, library = code.partition(b"\n")
-        if not header.startswith(_MAGIC):
-            raise CUDAError("CUDA_ERROR_INVALID_IMAGE: no cubin")
-        expected, digest = json.loads(header[len(_MAGIC) :]), hashlib.sha256(library).hexdigest()
-        if digest != expected["digest"]:
-            raise CUDAError("CUDA_ERROR_INVALID_IMAGE: the cubin is damaged")
+        """Load compiled code, as the driver does: it must be for this device."""
+        arch, _, library = code.partition(b"\n")
         major, minor = self._runtime.devices[self._runtime.device].capability
-        if expected["arch"] != f"sm_{major}{minor}":
-            raise CUDAError(f"CUDA_ERROR_NO_BINARY_FOR_GPU: {expected['arch']} on sm_{major}{minor}")
-        return _library(digest, library)
+        if arch.decode() != f"sm_{major}{minor}":
+            raise CUDAError(f"CUDA_ERROR_NO_BINARY_FOR_GPU: {arch.decode()} on sm_{major}{minor}")
+        return _library(library)
 
 
 def _compiled(source):
@@ -128,9 +119,9 @@ def _run(*command):
 
 
 @functools.cache
-def _library(digest, library):
+def _library(library):
     # The file stays as long as the process: the loader takes a new file for the old one if it has its inode.
-    path = Path(_folder().name, f"{digest}.so")
+    path = Path(_folder().name, f"{hashlib.sha256(library).hexdigest()}.so")
     path.write_bytes(library)
     return ctypes.CDLL(str(path))
 
@@ -152,11 +143,7 @@ class Kernel:
         self.name = name
         self.handle = next(self._handles)
         self.by_handle[self.handle] = self
-        try:
-            self._launch = library[f"launch_{name}"]
-            letters = library[f"letters_{name}"]
-        except AttributeError:
-            raise CUDAError(f"CUDA_ERROR_NOT_FOUND: there is no kernel {name}") from None
+        self._launch, letters = library[f"launch_{name}"], library[f"letters_{name}"]
         self._ranges = library["host_cuda_ranges"]
         self._launch.restype = letters.restype = ctypes.c_char_p
         self._letters = letters().decode()

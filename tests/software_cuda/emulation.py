@@ -1,8 +1,8 @@
 """cuBLASLt's own emulation of FP32 by bfloat16 parts and of FP64 by integers.
 
 Source: the cuBLAS documentation, *Floating Point Emulation*. Where it is silent: the nine products of parts are rounded
-to float32 and added from the smallest on; products of integers and their sums are exact and rounded once; the dynamic
-control keeps every bit of the operands, or takes native FP64 if these are too many, or there are Inf or NaN.
+to float32 and added from the smallest on; products of integers and their sums are those of extended precision; the
+dynamic control keeps every bit of the operands, or takes native FP64.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-DYNAMIC, FIXED = 0, 1
-_DEFAULT_BITS = {DYNAMIC: 79, FIXED: 55}
+DYNAMIC = 0
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class Emulation:
     @property
     def slices(self):
         """The most 8-bit integers per number, of which one bit is the sign."""
-        return -(-((self.max_bits or _DEFAULT_BITS[self.control]) + 1) // 8)
+        assert self.control == DYNAMIC, "the fixed control is not modelled"
+        return -(-((self.max_bits or 79) + 1) // 8)
 
     def workspace_bytes(self, m, n, k, batch_count, *, is_complex):
         """Return the documented upper bound of the workspace of fixed-point emulation."""
@@ -42,7 +42,7 @@ class Emulation:
         partial = min(4 * rows * cols * mult * mult * self.slices, 2**32) * (padded(k, 8192) // 8192)
         gemm += max(sums, partial)
         blocks = padded(k, 64) // 64
-        dynamic = 4 * (m * blocks + n * blocks + m * n) * mult if self.control == DYNAMIC else 0
+        dynamic = 4 * (m * blocks + n * blocks + m * n) * mult
         return int(max(gemm, dynamic) * batch_count * 1.25) + 128 * 1024 * 1024
 
 
@@ -70,58 +70,22 @@ def _parts(x):
 
 
 def fixed_point(a, b, how):
-    """Return the product of float64 or complex128 matrices (batch, rows, cols) with integers as operands."""
+    """Return the product of float64 or complex128 matrices (batch, rows, cols) that keeps every bit of the operands.
+
+    It is native where these are too many, or there are Inf or NaN.
+    """
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return np.matmul(a, b)
-    bits = 8 * how.slices - 1
-    if how.control == DYNAMIC:
-        needed = 53 + max(_spread(a, 2), _spread(b, 1)) + how.offset
-        if needed > bits:
-            return np.matmul(a, b)
-    (x, x_exponents), (y, y_exponents) = _integers(a, 2, bits), _integers(b, 1, bits)
-    sums = np.stack([
-        np.matmul(x[0], y[0]) - np.matmul(x[1], y[1]),
-        np.matmul(x[0], y[1]) + np.matmul(x[1], y[0]),
-    ])  # fmt: skip
-    exponents = x_exponents + y_exponents - 2 * bits
-    real, imaginary = (_rounded(s, exponents) for s in sums)
-    return real + 1j * imaginary if a.dtype.kind == "c" else real
-
-
-def _exponents(x, axis):
-    """Return the exponents of the components of all elements, and the largest along an axis; -10^6 for zeros."""
-    components = np.stack([x.real, x.imag])
-    found = np.where(components == 0, -(10**6), np.frexp(components)[1])
-    return found, found.max(axis=(0, axis + 1), keepdims=True)[0]
+    needed = 53 + max(_spread(a, 2), _spread(b, 1)) + how.offset
+    if needed >= 8 * how.slices:
+        return np.matmul(a, b)
+    wide = np.clongdouble if a.dtype.kind == "c" else np.longdouble
+    return np.matmul(a.astype(wide), b.astype(wide)).astype(a.dtype)
 
 
 def _spread(x, axis):
-    """Return the largest difference between exponents along an axis."""
-    found, largest = _exponents(x, axis)
-    return int(np.where(found == -(10**6), 0, largest - found).max(initial=0))
-
-
-def _integers(x, axis, bits):
-    """Return real and imaginary parts as integers of ``bits`` bits, truncated, and the exponents of rows or columns."""
-    _, largest = _exponents(x, axis)
-    largest = np.where(largest == -(10**6), 0, largest)
-    made = np.frompyfunc(lambda v, e: _scaled(v, bits - int(e)), 2, 1)
-    return made(np.stack([x.real, x.imag]), largest), largest
-
-
-def _scaled(value, exponent):
-    """Return ``value * 2^exponent``, truncated."""
-    numerator, denominator = float(value).as_integer_ratio()
-    shifted = abs(numerator) << max(exponent, 0)
-    found = shifted // (denominator << max(-exponent, 0))
-    return found if value >= 0 else -found
-
-
-def _rounded(sums, exponents):
-    """Return ``sums * 2^exponents`` rounded to float64."""
-
-    def one(value, exponent):
-        # The quotient of two integers is rounded correctly.
-        return value << exponent if exponent >= 0 else value / (1 << -exponent)
-
-    return np.frompyfunc(lambda v, e: float(one(int(v), int(e))), 2, 1)(sums, exponents).astype(np.float64)
+    """Return the largest difference between exponents of components along an axis, but for zeros."""
+    components = np.stack([x.real, x.imag])
+    exponents = np.where(components == 0, -(10**6), np.frexp(components)[1])
+    largest = exponents.max(axis=(0, axis + 1), keepdims=True)
+    return int(np.where(components == 0, 0, largest - exponents).max(initial=0))

@@ -134,8 +134,10 @@ class Invocation:
 
     @property
     def info(self) -> AlgorithmInfo:
-        self._info = info = self._info or bindings.describe_algorithm(self.algorithm)
-        return info
+        if self._info is None:
+            with bindings.translated(lambda: f"describe the algorithm of {self.call}"):
+                self._info = bindings.describe_algorithm(self.algorithm)
+        return self._info
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""

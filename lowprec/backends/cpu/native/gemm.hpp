@@ -234,8 +234,10 @@ template <class U> struct Gemm {
             j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
         } else {
             int64_t ranges_m = ceil(j.strips_m, fitting < 1 ? 1 : fitting);
-            if (threads > 1 && ranges_m < 2 * threads) ranges_m = least(j.strips_m, 2 * threads);
-            if (j.strips_m >= threads) ranges_m = ceil(ranges_m, threads) * threads;  // 7 tasks for 2 threads cost as much as 8
+            if (ranges_m > 1 || p.n < 4 * threads * p.m) {  // else only the columns are divided
+                if (threads > 1 && ranges_m < 2 * threads) ranges_m = least(j.strips_m, 2 * threads);
+                if (j.strips_m >= threads) ranges_m = ceil(ranges_m, threads) * threads;  // 7 tasks for 2 threads cost as much as 8
+            }
             j.task_m = ceil(j.strips_m, ranges_m), ranges_m = ceil(j.strips_m, j.task_m);
             int64_t ranges_n = threads > 1 && ranges_m < 2 * threads ? ceil(2 * threads, ranges_m) : 1;
             if (ranges_n < ceil(j.strips_n, 64)) ranges_n = ceil(j.strips_n, 64);
