@@ -3,18 +3,19 @@
 //   `tile`, without variants for fewer rows.
 // One call of a micro-kernel sums one product of parts over a part of k from zero, then adds the sum to a tile of C. These
 // parts depend on k only, so an element of the result depends on its row of a, its column of b and k alone. In floating point
-// there are two in a chunk, for which the operands are packed: shorter sums have smaller errors, and the tile is in the L1 cache.
+// there are two in a chunk, for which the operands are packed (one if a is short): shorter sums have smaller errors, and the tile is in the L1 cache.
 
 const int SETS = 0, ADDS = 1, STREAMS = 2;  // how a micro-kernel writes C: past the caches if it STREAMS
 
 typedef void Micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
-                   int64_t ldc, float factor, const int32_t* sums, int write, const char* next);
+                   int64_t ldc, float factor, const int32_t* sums, int write, const char* next, int64_t step_next);
 
 // a, b: the first block, step_a and step_b dwords between blocks. dwords: of k. c: a tile, ldc floats between its rows.
-// sums: 128 times the sums of the columns of b, which int8 units with an offset subtract. next: what to prefetch.
+// sums: 128 times the sums of the columns of b, which int8 units with an offset subtract. next: what to prefetch, 256 bytes
+// for each block and step_next bytes between.
 template <class U, int ROWS>
 static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
-                  float factor, const int32_t* sums, int write, const char* next) {
+                  float factor, const int32_t* sums, int write, const char* next, int64_t step_next) {
     typedef typename U::Acc Acc;
     constexpr int N = U::COLUMNS, LINES = 4;
     constexpr bool OFFSET = U::ELEMENT == E_U8;
@@ -33,7 +34,7 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
     };
     for (; dwords >= W; dwords -= W, a += step_a, b += step_b) {
         UNROLLED(line, LINES) __builtin_prefetch(next + 64 * line, 0, 2);
-        next += 64 * LINES;
+        next += step_next;
         _Pragma("GCC unroll 2") for (int d = 0; d < W; d++) step(d);
     }
     for (int d = 0; d < dwords; d++) step(d);
@@ -139,6 +140,24 @@ template <class U> struct Gemm {
         return found;
     }
 
+    // What is prefetched while the columns [n0, n1) and blocks [k0, k1) of b are multiplied by the task that packed them: the
+    // numbers that it packs next. They are in rows `step` bytes apart, and each row in pieces of 256 bytes.
+    struct Ahead {
+        const char* at = nullptr;
+        int64_t step = 256, pieces, blocks, calls = 0;
+        Ahead(const Job& j, int64_t n0, int64_t n1, int64_t k0, int64_t k1) : blocks(k1 - k0) {
+            const Source& b = j.p.b;
+            if (!j.own_b || is_coded(b.type) || b.k_offsets || b.lane_offsets) return;
+            const int64_t size = bits_of(b.type) / 8, bytes = (b.k == 1 ? blocks * BLOCK : (n1 - n0) * N) * size;
+            at = b.at + (k1 < j.blocks ? n0 * N * b.lane + k1 * BLOCK * b.k : (n0 + j.p.threads * (n1 - n0)) * N * b.lane) * size;
+            step = (b.k == 1 ? b.lane : b.k) * size, pieces = ceil(bytes, 256);
+        }
+        const char* next() {
+            const int64_t call = calls++;
+            return at + call % pieces * 256 + call / pieces * blocks * step;
+        }
+    };
+
     // The rows and columns of a task, in strips, and a chunk of k, in blocks.
     static void chunk_of_task(Job& j, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t k0, int64_t k1, uint32_t* memory) {
         const lp::Work& p = j.p;
@@ -153,6 +172,7 @@ template <class U> struct Gemm {
         } else {
             j.pack_a(p.a, LAYOUT_A, m0, m1, k0, k1, memory, j.strip_a);
         }
+        Ahead ahead(j, n0, n1, k0, k1);
         for (int64_t n = n0; n < n1; n++) {
             uint32_t* b = j.own_b ? memory + j.b_at + (n - n0) * j.strip_b : j.packed_b + n * j.strip_b + k0 * j.slots_b * N * W;
             const int32_t* sums = nullptr;
@@ -176,7 +196,7 @@ template <class U> struct Gemm {
                         (is_last ? last : whole)(a + ((k - k0) * j.slots_a + term.a) * M * W, j.slots_a * M * W,
                                                  b + ((k - k0) * j.slots_b + term.b) * N * W, j.slots_b * N * W,
                                                  (end - k - 1) * W + least(rest, W), c + term.plane * M * N, ldc, term.factor,
-                                                 sums, write, next + 256 * (k - k0));
+                                                 sums, write, ahead.at ? ahead.next() : next + 256 * (k - k0), ahead.step);
                     }
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;

@@ -14,7 +14,7 @@ namespace {
 // clang-format off: tiles side by side
 template <class U>
 static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
-                        float factor, const int32_t*, int write, const char* next) {
+                        float factor, const int32_t*, int write, const char* next, int64_t step_next) {
     const bool adds = write == ADDS;
     const bool whole = adds && factor == 1;  // the tiles begin with C; else the sums begin with zero
     char *to = (char*)c, *half = to + 64 * ldc;
@@ -24,7 +24,7 @@ static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, in
     } else {
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     }
-    for (; dwords > 0; dwords -= W, a += step_a, b += step_b, next += 256) {
+    for (; dwords > 0; dwords -= W, a += step_a, b += step_b, next += step_next) {
         for (int line = 0; line < 4; line++) __builtin_prefetch(next + 64 * line, 0, 2);
         _tile_stream_loadd(4, a, 64); _tile_stream_loadd(5, a + 256, 64);
         _tile_loadd(6, b, 128); _tile_loadd(7, b + 16, 128);
