@@ -189,7 +189,7 @@ def test_compiled_tensors(torch, count):
     compare(count, 2, ways)
 
 
-@pytest.mark.parametrize("count", [pytest.param(500, id="some"), COUNTS[1]])
+@pytest.mark.parametrize("count", COUNTS)
 def test_arrays_that_jax_traces(jax, count):
 
     def ways(call, arrays, i):
