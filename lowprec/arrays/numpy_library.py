@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import NUMPY_DTYPES, POINTER, WORDS, ArrayView, Device, HostView, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, POINTER, WORDS, ArrayView, Device, HostView, Layout, data_pointer
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -21,36 +21,49 @@ _LARGE_BYTES = 1 << 20
 # By NumPy dtype in native byte order: the element type, the shift from byte strides to element strides, and the bits
 # of a byte stride that the shift drops.
 _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d, numpy_dtype in NUMPY_DTYPES.items()}
-_ALLOCATED = {d: (numpy_dtype, d.itemsize) for d, numpy_dtype in NUMPY_DTYPES.items()}
+#: Layouts by NumPy dtype, shape and byte strides; of results, with the dtype and whether they are large.
+_layouts: dict[tuple[np.dtype[Any], tuple[int, ...], tuple[int, ...]], Layout] = {}
+_results: dict[tuple[tuple[int, ...], DType], tuple[np.dtype[Any], bool, Layout]] = {}
+_MOST_LAYOUTS = 4096
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 #: Makes a view without ``__init__``, in two thirds of the time.
 _new, _empty = object.__new__, np.empty
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
     """Return the view of a NumPy array, or of a copy with its reason: foreign byte order, misaligned, odd strides."""
-    entry = _ENTRIES.get(array.dtype)
-    if entry is None:
-        return view_of_copy(array)
-    dtype, shift, lost = entry
-    strides = array.strides
+    layout = _layouts.get((array.dtype, array.shape, array.strides)) or _new_layout(array)
     address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data  # data_pointer, without a call
     # NumPy's flag takes longer, and is needed for complex numbers at multiples of their parts' size.
-    if address & lost and not array.flags.aligned:
+    if layout is None or (address & layout.lost and not array.flags.aligned):
         return view_of_copy(array)
-    if len(strides) == 2:  # the common case, 0.3 us faster than the loop below
-        first, second = strides
-        if (first | second) & lost:
-            return view_of_copy(array)
-        strides = (first >> shift, second >> shift)
-    else:
-        for stride in strides:
-            if stride & lost:
-                return view_of_copy(array)
-        strides = tuple([s >> shift for s in strides])
     view = _new(HostView)
-    view.dtype, view.shape, view.strides, view.owner = dtype, array.shape, strides, array
+    view.layout, view.owner = layout, array
     view.address, view.copied = address, copied
     return view
+
+
+def _new_layout(array: NDArray[Any]) -> Layout | None:
+    """Return the layout of an array, or None if its elements or strides cannot be described."""
+    entry = _ENTRIES.get(array.dtype)
+    if entry is None or any(stride & entry[2] for stride in array.strides):
+        return None
+    dtype, shift, lost = entry
+    layout = Layout(dtype, array.shape, tuple([stride >> shift for stride in array.strides]), lost)
+    return _remember(_layouts, (array.dtype, array.shape, array.strides), layout)
+
+
+def _new_result(shape: tuple[int, ...], dtype: DType) -> tuple[np.dtype[Any], bool, Layout]:
+    is_large = prod(shape) * dtype.itemsize >= _LARGE_BYTES
+    layout = Layout(dtype, shape, contiguous_strides(shape), 0)
+    return _remember(_results, (shape, dtype), (NUMPY_DTYPES[dtype], is_large, layout))
+
+
+def _remember(cache: dict[_K, _V], key: _K, value: _V) -> _V:
+    if len(cache) >= _MOST_LAYOUTS:
+        cache.clear()
+    return cache.setdefault(key, value)
 
 
 def view_of_copy(array: NDArray[Any]) -> ArrayView:
@@ -85,19 +98,11 @@ class NumpyLibrary(Library):
     describe = view = staticmethod(host_view)  # one call less per operand
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        numpy_dtype, itemsize = _ALLOCATED[dtype]
-        if len(shape) == 2:  # the common case
-            rows, cols = shape
-            size = rows * cols
-            strides: tuple[int, ...] = (cols or 1, 1)
-        else:
-            size, strides = prod(shape), contiguous_strides(shape)
-        large = size * itemsize >= _LARGE_BYTES
-        array = aligned_empty(shape, numpy_dtype) if large else _empty(shape, numpy_dtype)
-        address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
+        numpy_dtype, is_large, layout = _results.get((shape, dtype)) or _new_result(shape, dtype)
+        array = aligned_empty(shape, numpy_dtype) if is_large else _empty(shape, numpy_dtype)
         view = _new(HostView)
-        view.dtype, view.shape, view.strides, view.owner = dtype, shape, strides, array
-        view.address, view.copied = address, None
+        view.layout, view.owner = layout, array
+        view.address, view.copied = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data, None
         return view
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:

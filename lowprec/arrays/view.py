@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
@@ -101,6 +102,11 @@ class ArrayView:
             operand = self.packed.setdefault(key, make())
         return operand.value
 
+    @property
+    def layout(self) -> Hashable:
+        """The view's part of the key of an executor."""
+        return self.device, self.dtype, self.shape, self.strides
+
     def stored(self) -> tuple[ArrayView, ...]:
         """Return the views of the memory that a product reads."""
         return (self,)
@@ -179,11 +185,23 @@ class ArrayView:
         )
 
 
-class HostView(ArrayView):
-    """The view of a NumPy array, which functions of ``numpy_library`` make field by field."""
+@dataclass(slots=True, eq=False)
+class Layout:
+    """Element type, shape and strides of NumPy arrays. Equal layouts are one object, for look-ups by identity."""
 
-    __slots__ = ()
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    lost: int  # the bits of an address that are zero if the elements are aligned
+
+
+class HostView(ArrayView):
+    """The view of a NumPy array, which ``numpy_library.host_view`` makes field by field."""
+
+    __slots__ = ("layout",)
+    layout: Layout
     device = CPU
+    dtype, shape, strides = (property(attrgetter(f"layout.{name}")) for name in ("dtype", "shape", "strides"))
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]

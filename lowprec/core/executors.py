@@ -65,11 +65,7 @@ def look_up(
     mode, draw = resolved.mode, 0
     if isinstance(mode, Recipe):
         mode, draw = mode.plannable, mode.draw
-    key: tuple[Any, ...] = (
-        mode, None if options is PLAIN else options.key,
-        x.device, x.dtype, x.shape, x.strides,
-        y.device, y.dtype, y.shape, y.strides,
-    )  # fmt: skip
+    key: tuple[Any, ...] = mode, None if options is PLAIN else options.key, x.layout, y.layout
     if resolved.emulates is not None:
         key = (*key, resolved.emulates)
     if options is not PLAIN and options.out is not None and options.needs_staging(x, y):

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, library_of, may_overlap
+import lowprec
+from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, library_of, may_overlap, numpy_library
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.util.strides import overlaps_itself
@@ -92,6 +93,21 @@ def test_strides_within_elements_are_copied_and_reported(make, reason):
     assert view.ndarray().dtype == odd.dtype.newbyteorder("=")
     with pytest.raises(ArrayError, match=r"out cannot be written in place: its .*omit out="):
         library_of(odd).writable_view(odd)
+
+
+def test_layouts_of_arrays_and_results_are_shared_and_bounded(monkeypatch):
+    """The key of an executor is made of their identities."""
+    monkeypatch.setattr(numpy_library, "_MOST_LAYOUTS", 3)
+    for cache in ("_layouts", "_results"):
+        monkeypatch.setattr(numpy_library, cache, {})
+    x = np.ones((4, 4), np.float32)
+    first = library_of(x).view(x).layout
+    assert library_of(x).view(x.copy()).layout is first
+    assert library_of(x).view(x.T).layout is not first
+    for n in range(1, 9):
+        np.testing.assert_array_equal(lowprec.matmul(x[:n], x), np.full((min(n, 4), 4), 4))
+    assert len(numpy_library._layouts) <= 3
+    assert len(numpy_library._results) <= 3
 
 
 def test_read_only_and_broadcast_out_are_refused():
