@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
@@ -95,17 +95,15 @@ class ArrayView:
     blocks: ClassVar[Blocks | None] = None  # of a quantised array
     quantized: ClassVar[Any] = None  # this array
 
+    #: The view's part of the key of an executor.
+    layout: ClassVar[Any] = property(attrgetter("device", "dtype", "shape", "strides"))
+
     def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
         """Return the packed operand of this key; ``make`` packs it if it is missing."""
         operand = self.packed.get(key)
         if operand is None:
             operand = self.packed.setdefault(key, make())
         return operand.value
-
-    @property
-    def layout(self) -> Hashable:
-        """The view's part of the key of an executor."""
-        return self.device, self.dtype, self.shape, self.strides
 
     def stored(self) -> tuple[ArrayView, ...]:
         """Return the views of the memory that a product reads."""
@@ -199,7 +197,7 @@ class HostView(ArrayView):
     """The view of a NumPy array, which ``numpy_library.host_view`` makes field by field."""
 
     __slots__ = ("layout",)
-    layout: Layout
+    layout: Layout  # type: ignore[misc]
     device = CPU
     dtype, shape, strides = (property(attrgetter(f"layout.{name}")) for name in ("dtype", "shape", "strides"))
 
