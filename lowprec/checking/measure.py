@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,9 @@ USUAL_ROUNDS, SMALL_SPREAD = 7, 0.1
 #: Shortest timed interval, in seconds, by repetition: the clock and a closure cost a microsecond.
 _SHORTEST_SAMPLE = 1e-3
 _MOST_CALLS_PER_SAMPLE = 200
+
+#: Idle threads of NumPy's OpenBLAS spin for 0.1 s on an EPYC Zen 5, and slow down the threads of the next variant.
+SPIN_SECONDS = 0.15
 
 #: Most sets of operands in rotation, and most bytes of all sets.
 _MOST_SETS, _MOST_BYTES = 3, 2**28
@@ -99,11 +102,13 @@ def take_turns(
     *,
     budget: float,
     step: Callable[[str], None] = lambda _: None,
+    spinning: Collection[str] = (),
 ) -> dict[str, Timing]:
     """Time each variant once per round, in changing order; a variant's argument selects its operands.
 
     By default there are ``USUAL_ROUNDS``, and more until no spread is above ``SMALL_SPREAD``. After ``MIN_ROUNDS``, no
     round begins later than ``budget`` seconds after the first. ``step`` receives the number of each round before it.
+    After a variant that is in ``spinning`` there is a pause of ``SPIN_SECONDS``.
     """
     names, planned = list(variants), rounds or USUAL_ROUNDS
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -120,6 +125,8 @@ def take_turns(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(_sample(variants[name], number))
+            if name in spinning:
+                time.sleep(SPIN_SECONDS)
 
 
 def _sample(call: Callable[[int], Any], number: int) -> float:

@@ -40,6 +40,13 @@ def test_variants_take_turns_after_an_untimed_call(clock):
         assert [number for called, number in clock.calls if called == name] == [0, 1, 1, 2, 2, 3], "operands rotate"
 
 
+def test_threads_that_spin_do_not_slow_down_the_next_variant(clock, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.calls.append(("pause", seconds)))
+    variants = {n: clock.variant(n, lambda _: 1.0) for n in "ab"}
+    measure.take_turns(variants, 2, budget=100, spinning=["a"])
+    assert "".join(name[0] for name, _ in clock.calls) == "aapbb" + "bbaap"
+
+
 def test_short_calls_are_repeated(clock):
     timing = measure.take_turns({"a": clock.variant("a", lambda _: 1e-4)}, 1, budget=100)["a"]
     # One untimed call and 1 ms of timed ones.
