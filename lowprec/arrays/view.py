@@ -185,7 +185,7 @@ class ArrayView:
 
 @dataclass(slots=True, eq=False)
 class Layout:
-    """Element type, shape and strides of NumPy arrays. Equal layouts are one object, for look-ups by identity."""
+    """Element type, shape and strides. Equal NumPy arrays share one, by whose identity an executor is found."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -194,7 +194,7 @@ class Layout:
 
 
 class HostView(ArrayView):
-    """The view of a NumPy array, which ``numpy_library.host_view`` makes field by field."""
+    """The view of a NumPy array, which functions of ``numpy_library`` make field by field."""
 
     __slots__ = ("layout",)
     layout: Layout  # type: ignore[misc]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
-from lowprec.checking.measure import SMALL_SPREAD, SPIN_SECONDS, Load, Timing, rotation, take_turns
+from lowprec.checking.measure import SMALL_SPREAD, Load, Timing, rotation, take_turns
 from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.errors import DTypeError
@@ -311,7 +310,6 @@ def compare(
         plans[variant.name] = variant.plan()
         result = np.asarray(variant(0))
         errors[variant.name] = reference.compare(result, plans[variant.name])
-    time.sleep(SPIN_SECONDS)  # NumPy has computed the reference
     spinning = [name for name, plan in plans.items() if plan.kernel == "numpy"]
     timings = take_turns({v.name: v for v in variants}, rounds, budget=budget, step=step, spinning=spinning)
     baseline = timings[variants[0].name]

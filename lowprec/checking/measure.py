@@ -108,11 +108,12 @@ def take_turns(
 
     By default there are ``USUAL_ROUNDS``, and more until no spread is above ``SMALL_SPREAD``. After ``MIN_ROUNDS``, no
     round begins later than ``budget`` seconds after the first. ``step`` receives the number of each round before it.
-    After a variant that is in ``spinning`` there is a pause of ``SPIN_SECONDS``.
+    A variant that is not in ``spinning`` is preceded by a pause of ``SPIN_SECONDS`` if it follows one that is, or the
+    caller's own products.
     """
     names, planned = list(variants), rounds or USUAL_ROUNDS
     samples: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.perf_counter()
+    begin, spins = time.perf_counter(), True
     while True:
         number = len(samples[names[0]])
         timings = {name: Timing(tuple(values)) for name, values in samples.items()}
@@ -124,9 +125,10 @@ def take_turns(
             step(f"round {number + 1}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            samples[name].append(_sample(variants[name], number))
-            if name in spinning:
+            if spins and name not in spinning:
                 time.sleep(SPIN_SECONDS)
+            samples[name].append(_sample(variants[name], number))
+            spins = name in spinning
 
 
 def _sample(call: Callable[[int], Any], number: int) -> float:

@@ -44,7 +44,7 @@ def test_threads_that_spin_do_not_slow_down_the_next_variant(clock, monkeypatch)
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.calls.append(("pause", seconds)))
     variants = {n: clock.variant(n, lambda _: 1.0) for n in "ab"}
     measure.take_turns(variants, 2, budget=100, spinning=["a"])
-    assert "".join(name[0] for name, _ in clock.calls) == "aapbb" + "bbaap"
+    assert "".join(name[0] for name, _ in clock.calls) == "aapbb" + "bbaa"
 
 
 def test_short_calls_are_repeated(clock):
