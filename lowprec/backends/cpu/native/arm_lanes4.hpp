@@ -8,7 +8,7 @@ template <class V> static inline V widen_u8(const void* at) {
 }
 template <class V> static inline V widen_u16(const void* at) { return (V)vmovl_u16(vld1_u16((const uint16_t*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)vcvt_f32_f16(vld1_f16((const __fp16*)at)); }
-template <class V> static inline void narrow_f16(void* to, V x) { vst1_f16((__fp16*)to, vcvt_f16_f32((float32x4_t)x)); }
+template <class H, class V> static inline H narrowed_f16(V x) { return (H)vcvt_f16_f32((float32x4_t)x); }
 template <class V> static inline V round_f16(V x) { return (V)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline void stream(void* to, V x) { vst1q_f32((float*)to, (float32x4_t)x); }
 static inline void copy_some(void* to, const void* from, int bytes) { memset(to, 0, 4 * W), memcpy(to, from, (size_t)bytes); }

@@ -69,11 +69,12 @@ INLINE f32v unscaled(f32v x, i32v e) {
     return x * powers(first) * powers(second);
 }
 
-template <int TYPE> INLINE void store(char* to, f32v x) {
-    if constexpr (TYPE == LP_BF16) put(to, __builtin_convertvector(nearest<16, false>(bits(x)) >> 16, u16v));
-    else if constexpr (TYPE == LP_F16) narrow_f16(to, x);
-    else put(to, x);
+// Numbers rounded to 16 bits.
+template <int TYPE> INLINE u16v halves(f32v x) {
+    if constexpr (TYPE == LP_BF16) return __builtin_convertvector(nearest<16, false>(bits(x)) >> 16, u16v);
+    return narrowed_f16<u16v>(x);
 }
+template <int... I> INLINE f32v joined(u16v a, u16v b, std::integer_sequence<int, I...>) { return (f32v)__builtin_shufflevector(a, b, I...); }
 
 // Writes past the caches if it streams.
 INLINE void put_past(char* to, f32v x, bool streams) {
@@ -90,8 +91,8 @@ template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, i
     char* at = whole ? to : stored;
     UNROLLED_BY(j, WIDTH, W) {
         f32v x = get<f32v>(v + j);
-        if (out.type == LP_BF16) store<LP_BF16>(at + 2 * j, x);
-        else if (out.type == LP_F16) store<LP_F16>(at + 2 * j, x);
+        if (out.type == LP_BF16) put(at + 2 * j, halves<LP_BF16>(x));
+        else if (out.type == LP_F16) put(at + 2 * j, halves<LP_F16>(x));
         else put_past(at + 4 * j, x, streams && whole);
     }
     if (whole) return;
@@ -105,25 +106,28 @@ template <int WIDTH, int TYPE>
 static bool finish_whole(const lp::Work& p, const float* sums, int64_t lds, int64_t row, int rows, int64_t col, const int32_t* e, const int32_t* f) {
     constexpr int V = WIDTH / W, SIZE = bits_of(TYPE) / 8;
     const bool streams = p.streams && SIZE * WIDTH % 64 == 0;
-    u32v found = {};
+    i32v exponents[V];
+    u32v factors[V], special = {}, far = {};  // far from 0: two exponents might not give a normal number
+    UNROLLED(v, V) {
+        exponents[v] = f ? get<i32v>(f + col + v * W) : i32v{};
+        factors[v] = (u32v)(127 - exponents[v]) << 23, far |= (u32v)((u32v)(exponents[v] + 63) > 126u);
+    }
+    bool is_far = any(far);
+    for (int i = 0; e && i < rows; i++) is_far |= (uint32_t)(e[row + i] + 63) > 126u;
     for (int i = 0; i < rows; i++, sums += lds) {
         char* to = p.out.at + p.out.offset(row + i, col) * SIZE;
+        const int32_t exponent = e ? e[row + i] : 0;
         f32v x[V];
         UNROLLED(v, V) {
-            x[v] = get<f32v>(sums + v * W), found |= is_special(bits(x[v]));
-            if (e || f) x[v] = unscaled(x[v], (f ? get<i32v>(f + col + v * W) : i32v{}) + (e ? e[row + i] : 0));
+            x[v] = get<f32v>(sums + v * W), special |= bits(x[v] - x[v]);
+            x[v] = is_far ? unscaled(x[v], exponents[v] + exponent) : x[v] * floats(factors[v] - ((uint32_t)exponent << 23));
         }
         if (TYPE == LP_F32)
             UNROLLED(v, V) put_past(to + v * 4 * W, x[v], streams);
         else
-            UNROLLED_BY(v, V, 2) {
-                alignas(64) char halves[4 * W];
-                const bool past = streams && (intptr_t)(to + v * 2 * W) % (4 * W) == 0;
-                UNROLLED(h, 2) store<TYPE>((past ? halves : to + v * 2 * W) + h * 2 * W, x[v + h]);
-                if (past) stream(to + v * 2 * W, get<f32v>(halves));
-            }
+            UNROLLED_BY(v, V, 2) put_past(to + v * 2 * W, joined(halves<TYPE>(x[v]), halves<TYPE>(x[v + 1]), std::make_integer_sequence<int, 2 * W>()), streams);
     }
-    return any(found);
+    return any(special);
 }
 
 // GCC 12's vectorizer fuses alternate differences and sums of two products (vfmaddsub), as of complex numbers, whatever

@@ -28,12 +28,17 @@ template <class U, int ROWS, int TYPE, int FORMAT>
 static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema* extrema) {
     typedef typename U::Acc Acc;
     constexpr int P = per_dword(U::ELEMENT), SIZE = TYPE == PANEL ? 4 : bits_of(TYPE) / 8;
-    constexpr int AHEAD = ROWS <= 2 ? 2048 : 768;  // bytes from a number to the one that is prefetched
-    constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
+    constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16, TWO_OF_PAIRS = P == 2 && TYPE == LP_F32 && ROWS == 2;
+    // Bytes from a number to the one that is prefetched. Where loads wait behind long conversions, long lanes are prefetched
+    // into the L2 cache before.
+    constexpr int64_t TWICE_FROM = (P == 2 && ROWS > 2) || (FINDS && ROWS == 1) ? 4096 : (TWO_OF_PAIRS ? 16384 : INT64_MAX);
+    const bool twice = lanes * SIZE >= TWICE_FROM;
+    const int64_t near = twice ? 256 : (ROWS <= 2 ? 2048 : 768), far = 1024;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
         // At the end of the lanes follows the beginning of the next dword's.
-        [[maybe_unused]] const int64_t ahead = at * SIZE + AHEAD < lanes * SIZE ? AHEAD : AHEAD - lanes * SIZE + order<U::ELEMENT>(1, 0) * ldb;
+        [[maybe_unused]] auto ahead = [&](int64_t bytes) { return (at * SIZE + bytes < lanes * SIZE ? 0 : order<U::ELEMENT>(1, 0) * ldb - lanes * SIZE) + bytes; };
+        [[maybe_unused]] const int64_t ahead_near = ahead(near), ahead_far = ahead(far);
         Acc acc[ROWS][V];
         Extrema found[V];
         UNROLLED(i, ROWS)
@@ -50,7 +55,10 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
                     const char* runs[P];
                     UNROLLED(p, P) runs[p] = from + order<U::ELEMENT>(d, p) * ldb;
                     if (v * W * SIZE % 64 == 0)
-                        UNROLLED(p, P) __builtin_prefetch(runs[p] + ahead);
+                        UNROLLED(p, P) {
+                            __builtin_prefetch(runs[p] + ahead_near);
+                            if (twice) __builtin_prefetch(runs[p] + ahead_far, 0, 2);
+                        }
                     if constexpr (P == 4 && V % 4 == 0) {
                         if (v % 4 == 0) int8_dwords(runs, row + v);
                     } else if constexpr (FINDS) {
@@ -72,8 +80,8 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
         UNROLLED(v, V)
             if (FINDS) extrema[at / W + v] = found[v];
     };
-    constexpr int FITTING = (W == 8 ? 14 : 30) / (ROWS + 1 + 2 * FINDS), V = FITTING >= 8 ? 8 : FITTING >= 4 ? 4
-                                                                                                             : FITTING;
+    constexpr int FITTING = (W == 8 ? 14 : 30) / (ROWS + 1 + 2 * FINDS);
+    constexpr int V = FITTING < 4 ? FITTING : (FITTING < 8 || TWO_OF_PAIRS ? 4 : 8);
     int64_t at = 0;
     for (; at + V * W <= lanes; at += V * W) columns(at, Int<V>());
     for (; V > 4 && at + 4 * W <= lanes; at += 4 * W) columns(at, Int<4>());
@@ -207,7 +215,7 @@ template <class U> struct Few {
         auto multiply = [&](Rows* const* rows, const Source& b, const uint32_t* a, const char* at, int64_t ldb, int64_t dwords, uint32_t* y, int64_t width, bool adds) {
             for (int64_t i = 0; i < m; i += M) rows[m - i < M](b, a + i * j.lda, j.lda, at, ldb, (int)dwords, y + i * j.ldy, j.ldy, width, adds, t.extrema);
         };
-        const int group = j.along_k || p.scales_b || (P < 4 && m * lanes > 4096) ? (int)j.span * W : 4 / P;
+        const int group = j.along_k || p.scales_b || (P < 4 && m * lanes > 4096) ? (int)j.span * W : (P == 2 && m > 2 ? 8 : 4) / P;
         for (int64_t block = 0, end; block < j.blocks; block = end) {
             const int64_t left = j.sum - block % j.sum, rest = p.k - block * W * P;
             end = G::least(block + G::least(left, j.span), j.along_k && rest >= W * P ? p.k / (W * P) : j.blocks);
@@ -305,7 +313,7 @@ template <class U> struct Few {
         int64_t most = along_lanes(p) ? 1024 : unit;
         j.span = along_lanes(p) ? 1 : SPAN;
         if (j.along_k) j.span = j.sum;
-        else if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
+        else if (j.in_place) most = p.m <= 4 || P == 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), unit) * unit, j.tasks = G::ceil(p.n, j.columns);
         j.lda = j.blocks * W, j.ldy = j.columns + N;

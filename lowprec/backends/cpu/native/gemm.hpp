@@ -92,7 +92,8 @@ template <class U> struct Gemm {
     struct Job : Common {
         int slots_a = slots_of<U::ELEMENT>(Common::p.a), slots_b = slots_of<U::ELEMENT>(Common::p.b);
         int64_t strips_m = ceil(Common::p.m, M), strips_n = ceil(Common::p.n, N), chunk = SUMS * Common::sum;
-        int64_t task_m, task_n, grid_n;  // strips per task
+        int64_t task_m, task_n, grid_m, grid_n;  // the most strips of a task, the number of tasks
+        int64_t at_once;  // strips of a by which a strip of b is multiplied
         int64_t strip_a, strip_b = strip_dwords(Common::blocks, slots_b);  // dwords of a strip of a chunk of a, of a strip of all of b
         bool own_b, direct, plain, streams;  // tasks pack their strips of b; sums are kept in the result, and final
         uint32_t* packed_b;
@@ -229,9 +230,13 @@ template <class U> struct Gemm {
         U::begin();
         if (j.own_b) j.pack_a(j.p.a, LAYOUT_A, 0, j.strips_m, 0, j.blocks, memory, j.strip_a);
         for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
-            const int64_t m = i / j.grid_n * j.task_m, n = i % j.grid_n * j.task_n;
-            for (int64_t k = 0; k < j.blocks; k += j.chunk)
-                chunk_of_task(j, m, least(m + j.task_m, j.strips_m), n, least(n + j.task_n, j.strips_n), k, least(k + j.chunk, j.blocks), memory);
+            // The next task has other rows: threads are the first to touch different pages of a new result.
+            const int64_t m0 = i % j.grid_m * j.strips_m / j.grid_m, m1 = (i % j.grid_m + 1) * j.strips_m / j.grid_m, n = i / j.grid_m * j.task_n;
+            for (int64_t m = m0, end; m < m1; m = end) {
+                end = least(m + j.at_once, m1);
+                for (int64_t k = 0; k < j.blocks; k += j.chunk)
+                    chunk_of_task(j, m, end, n, least(n + j.task_n, j.strips_n), k, least(k + j.chunk, j.blocks), memory);
+            }
         }
         U::end();
     }
@@ -248,7 +253,7 @@ template <class U> struct Gemm {
         int64_t a_strip = least(j.chunk, j.blocks) * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
         if (j.own_b) {
             bool along_k = p.b.k == 1;
-            j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 << (P > 1);
+            j.grid_m = 1, j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 << (P > 1);
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
             j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
             j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
@@ -258,13 +263,14 @@ template <class U> struct Gemm {
                 if (threads > 1 && ranges_m < 2 * threads) ranges_m = least(j.strips_m, 2 * threads);
                 if (j.strips_m >= threads) ranges_m = ceil(ranges_m, threads) * threads;  // 7 tasks for 2 threads cost as much as 8
             }
-            j.task_m = ceil(j.strips_m, ranges_m), ranges_m = ceil(j.strips_m, j.task_m);
+            j.grid_m = ranges_m, j.task_m = ceil(j.strips_m, ranges_m);
             int64_t ranges_n = threads > 1 && ranges_m < 2 * threads ? ceil(2 * threads, ranges_m) : 1;
             if (ranges_n < ceil(j.strips_n, 64)) ranges_n = ceil(j.strips_n, 64);
             j.task_n = ceil(j.strips_n, ranges_n);
             j.strip_a = a_strip + PAD, j.acc_at = j.task_m * j.strip_a;
         }
-        j.grid_n = ceil(j.strips_n, j.task_n), j.tasks = ceil(j.strips_m, j.task_m) * j.grid_n;
+        j.grid_n = ceil(j.strips_n, j.task_n), j.tasks = j.grid_m * j.grid_n;
+        j.at_once = p.streams && !j.own_b && j.blocks * j.slots_b <= 8 ? 1 : j.task_m;  // if most time is for writing, row by row
         j.tile = (int64_t)p.planes * M * N;
         bool one_chunk = j.chunk >= j.blocks;
         j.memory_each = ceil(j.acc_at + (one_chunk ? 1 : j.task_m * j.task_n) * j.tile, 1024) * 1024;

@@ -132,8 +132,8 @@ template <class U> struct Small {
             alignas(64) char half[2 * W];
             const bool whole = count >= (v + 1) * W;
             char *at = to + v * W * size, *at_half = whole ? at : half;
-            if (p.out.type == LP_BF16) store<LP_BF16>(at_half, (f32v)acc[v]);
-            else if (p.out.type == LP_F16) store<LP_F16>(at_half, (f32v)acc[v]);
+            if (p.out.type == LP_BF16) put(at_half, halves<LP_BF16>((f32v)acc[v]));
+            else if (p.out.type == LP_F16) put(at_half, halves<LP_F16>((f32v)acc[v]));
             else if (whole) put(at, acc[v]);
             else put_some(at, acc[v], (count - v * W) * size);
             if (size == 2 && !whole) put_some(at, get<u16v>(half), (count - v * W) * size);

@@ -16,7 +16,7 @@ static bool scale(const char* from, char* to, int64_t count, Number inverse) {
         if constexpr (BYTES == 2) x = widened<LP_BF16>(whole ? from : some);
         else x = get<V>(whole ? from : some);
         special |= (u32v)(x - x);  // NaN for Inf and NaN, otherwise +0
-        if constexpr (BYTES == 2) store<LP_BF16>(whole ? to : some, x * factor);
+        if constexpr (BYTES == 2) put(whole ? to : some, halves<LP_BF16>(x * factor));
         else put(whole ? to : some, x * factor);
         if (!whole) memcpy(to, some, (size_t)rest);
     }

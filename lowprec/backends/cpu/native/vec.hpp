@@ -1,7 +1,7 @@
 // Vectors of W 32-bit lanes: loads of every element type as float32, roundings, and the transposition of W x W dwords.
 //
 // Written in the compilers' portable vector types. A file of an instruction set includes it once, inside its namespace,
-// after it has defined W, load_f16_as (W float16 as float32), narrow_f16 (float32 to W float16, to nearest even) and any.
+// after it has defined W, load_f16_as (W float16 as float32), narrowed_f16 (W float32 as float16, to nearest even) and any.
 // Inf and NaN pass through every rounding, and NaN becomes quiet.
 
 typedef float f32v __attribute__((vector_size(4 * W)));

@@ -9,7 +9,7 @@ template <class V> static inline V widen_u8(const void* at) { return (V)_mm512_c
 template <class V> static inline V widen_u16(const void* at) { return (V)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 template <class V> static inline void narrow_u8(void* to, V x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x)); }
-template <class V> static inline void narrow_f16(void* to, V x) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
+template <class H, class V> static inline H narrowed_f16(V x) { return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
 template <class V> static inline V round_f16(V x) { return (V)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm512_stream_ps((float*)to, (__m512)x); }
 // Copies `bytes` bytes of a vector; `to` gets zeros in the others, of a vector in memory nothing is written there.

@@ -5,7 +5,7 @@ template <class V> static inline V blocks_at(const char* at, int64_t step) { ret
 template <class V> static inline V widen_u8(const void* at) { return (V)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
 template <class V> static inline V widen_u16(const void* at) { return (V)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
-template <class V> static inline void narrow_f16(void* to, V x) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
+template <class H, class V> static inline H narrowed_f16(V x) { return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
 template <class V> static inline V round_f16(V x) { return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm256_stream_ps((float*)to, (__m256)x); }
 static inline void copy_some(void* to, const void* from, int bytes) { memset(to, 0, 4 * W), memcpy(to, from, (size_t)bytes); }
