@@ -96,9 +96,9 @@ template <class U> struct Gemm {
         int64_t at_once;  // strips of a by which a strip of b is multiplied
         int64_t strip_a, strip_b = strip_dwords(Common::blocks, slots_b);  // dwords of a strip of a chunk of a, of a strip of all of b
         bool own_b, direct, plain, streams;  // tasks pack their strips of b; sums are kept in the result, and final
-        uint32_t* packed_b;
-        int64_t b_at, acc_at, tile;  // dwords
-        int64_t pack_tasks, pack_strips;
+        uint32_t* packed;  // b, or a if tasks pack b, before all tasks
+        int64_t acc_at, tile;  // dwords
+        int64_t pack_tasks, pack_strips, packed_strips;
         alignas(64) std::atomic<int64_t> next_pack{0}, done_pack{0};
         explicit Job(lp::Work& work) : Common(work) {}
     };
@@ -167,18 +167,18 @@ template <class U> struct Gemm {
         const bool last_exact = rows_last == M || (rows_last % 2 == 0 && !U::IS_TILED), one_chunk = j.chunk >= j.blocks;
         const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
         const uint32_t* packed_a = memory;
-        if (j.own_b) {  // this thread has packed all of a
-            packed_a += k0 * j.slots_a * M * W;
-            j.pack_b(p.b, LAYOUT_B, n0, n1, k0, k1, memory + j.b_at, j.strip_b);
+        if (j.own_b) {
+            packed_a = j.packed + k0 * j.slots_a * M * W;
+            j.pack_b(p.b, LAYOUT_B, n0, n1, k0, k1, memory, j.strip_b);
         } else {
             j.pack_a(p.a, LAYOUT_A, m0, m1, k0, k1, memory, j.strip_a);
         }
         Ahead ahead(j, n0, n1, k0, k1);
         for (int64_t n = n0; n < n1; n++) {
-            uint32_t* b = j.own_b ? memory + j.b_at + (n - n0) * j.strip_b : j.packed_b + n * j.strip_b + k0 * j.slots_b * N * W;
+            uint32_t* b = j.own_b ? memory + (n - n0) * j.strip_b : j.packed + n * j.strip_b + k0 * j.slots_b * N * W;
             const int32_t* sums = nullptr;
             if (OFFSET && j.own_b) sums = sum_columns(b, k1 - k0, j.strip_b);
-            else if (OFFSET && !k0) sums = (const int32_t*)(j.packed_b + (n + 1) * j.strip_b - sums_dwords());
+            else if (OFFSET && !k0) sums = (const int32_t*)(j.packed + (n + 1) * j.strip_b - sums_dwords());
             const int columns = (int)least(p.n - n * N, N);
             const char* next = (const char*)(b + j.strip_b);
             for (int64_t m = m0; m < m1; m++) {
@@ -223,12 +223,12 @@ template <class U> struct Gemm {
         Job& j = *(Job*)at;
         uint32_t* memory = j.memory + thread * j.memory_each;
         for (int64_t i; j.pack_tasks && (i = j.next_pack.fetch_add(1)) < j.pack_tasks; j.done_pack.fetch_add(1)) {
-            int64_t first = i * j.pack_strips, end = least(first + j.pack_strips, j.strips_n);
-            pack_strips(j, first, end, j.packed_b + first * j.strip_b);
+            int64_t first = i * j.pack_strips, end = least(first + j.pack_strips, j.packed_strips);
+            if (j.own_b) j.pack_a(j.p.a, LAYOUT_A, first, end, 0, j.blocks, j.packed + first * j.strip_a, j.strip_a);
+            else pack_strips(j, first, end, j.packed + first * j.strip_b);
         }
         if (j.pack_tasks) lp::wait_for(j.done_pack, j.pack_tasks);
         U::begin();
-        if (j.own_b) j.pack_a(j.p.a, LAYOUT_A, 0, j.strips_m, 0, j.blocks, memory, j.strip_a);
         for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
             // The next task has other rows: threads are the first to touch different pages of a new result.
             const int64_t m0 = i % j.grid_m * j.strips_m / j.grid_m, m1 = (i % j.grid_m + 1) * j.strips_m / j.grid_m, n = i / j.grid_m * j.task_n;
@@ -241,22 +241,23 @@ template <class U> struct Gemm {
         U::end();
     }
 
-    // How the result is divided into tasks, and b packed: by each task for a short a, else before all tasks.
+    // How the result is divided into tasks, and what is packed before them: a if it is short, else b.
     static void divide(Job& j, int64_t threads) {
         const lp::Work& p = j.p;
         const int64_t sum_a = 4 * j.sum * j.slots_a * M * W;  // bytes of a strip of a
         j.own_b = !p.packed_b && threads * p.m <= 2 * p.n && (j.strips_m <= 4 || j.strips_m * sum_a <= A_BYTES);
         if (j.own_b) j.chunk = j.sum;
-        j.pack_strips = 16;  // rows of memory are read in long runs
+        j.packed_strips = j.own_b ? j.strips_m : (p.packed_b ? 0 : j.strips_n);
+        j.pack_strips = j.own_b ? 1 : 16;  // rows of b are read in long runs
         while (j.pack_strips > 1 && j.strips_n < 4 * threads * j.pack_strips) j.pack_strips /= 2;
-        j.pack_tasks = j.own_b || p.packed_b ? 0 : ceil(j.strips_n, j.pack_strips);
+        j.pack_tasks = ceil(j.packed_strips, j.pack_strips);
         int64_t a_strip = least(j.chunk, j.blocks) * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
         if (j.own_b) {
             bool along_k = p.b.k == 1;
             j.grid_m = 1, j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 << (P > 1);
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
             j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
-            j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
+            j.acc_at = j.task_n * j.strip_b;
         } else {
             int64_t ranges_m = ceil(j.strips_m, fitting < 1 ? 1 : fitting);
             if (ranges_m > 1 || p.n < 4 * threads * p.m) {  // else only the columns are divided
@@ -310,10 +311,10 @@ template <class U> struct Gemm {
         // Sums may be kept in the result with several chunks, or if they are final.
         j.direct = p.planes == 1 && p.out.col == 1 && !p.out.row_offsets && bits_of(p.out.type) == 32 && p.c.at != p.out.at && (j.chunk < j.blocks || (j.plain && p.term_count == 1));
         j.streams = p.streams && j.sum >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
-        int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
+        const int64_t packed_dwords = ceil(j.packed_strips * (j.own_b ? j.strip_a : j.strip_b), 1024) * 1024;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
-        if (!j.begin(b_dwords, threads, !p.packed_b)) return LP_NO_MEMORY;
-        j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : j.memory - b_dwords;
+        if (!j.begin(packed_dwords, threads, !p.packed_b)) return LP_NO_MEMORY;
+        j.packed = p.packed_b ? (uint32_t*)p.packed_b : j.memory - packed_dwords;
         if (p.packed_b) j.exponents_b = (int32_t*)(p.packed_b + j.strips_n * j.strip_b);
         lp::run(work, &j, threads);
         return j.not_finite ? lp::NOT_FINITE : LP_OK;
@@ -323,8 +324,8 @@ template <class U> struct Gemm {
         Job j(p);
         if (!j.pack_a || !j.pack_b) return -1;
         if (target) {
-            j.packed_b = (uint32_t*)target, scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b), true);
-            j.pack_strips = 1, j.pack_tasks = j.strips_n, j.tasks = 0, j.own_b = false, j.memory = nullptr, j.memory_each = 0;
+            j.packed = (uint32_t*)target, scale(p, false, (int32_t*)(j.packed + j.strips_n * j.strip_b), true);
+            j.pack_strips = 1, j.packed_strips = j.pack_tasks = j.strips_n, j.tasks = 0, j.own_b = false, j.memory = nullptr, j.memory_each = 0;
             lp::run(work, &j, p.n * p.k >= 1 << 18 ? p.threads : 1);
         }
         return ceil(4 * (j.strips_n * j.strip_b + (p.scales_b ? exponents_dwords(p.n) : 0)), 4096) * 4096;
