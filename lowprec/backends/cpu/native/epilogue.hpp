@@ -82,62 +82,34 @@ INLINE void put_past(char* to, f32v x, bool streams) {
     else put(to, x);
 }
 
-// Writes `count` of WIDTH float32 numbers to a row of the result.
-template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, int64_t col, int count, const float* v, bool streams) {
-    const int size = bits_of(out.type) / 8;
-    char* to = out.at + out.offset(row, col) * size;
-    alignas(64) char stored[4 * WIDTH];
-    const bool whole = out.col == 1 && count == WIDTH;
-    char* at = whole ? to : stored;
-    UNROLLED_BY(j, WIDTH, W) {
-        f32v x = get<f32v>(v + j);
-        if (out.type == LP_BF16) put(at + 2 * j, halves<LP_BF16>(x));
-        else if (out.type == LP_F16) put(at + 2 * j, halves<LP_F16>(x));
-        else put_past(at + 4 * j, x, streams && whole);
-    }
-    if (whole) return;
-    if (out.col == 1) __builtin_memcpy(to, stored, (size_t)count * size);
+// Writes `count` numbers of the result's type to a row.
+static void write_some(const lp::Target& out, char* to, const char* from, int count) {
+    const size_t size = (size_t)bits_of(out.type) / 8;
+    if (out.col == 1) __builtin_memcpy(to, from, count * size);
     else
-        for (int j = 0; j < count; j++) __builtin_memcpy(to + j * out.col * size, stored + j * size, (size_t)size);
+        for (int j = 0; j < count; j++) __builtin_memcpy(to + j * out.col * (int64_t)size, from + j * size, size);
 }
 
-// Rows of whole results that are only scaled and rounded, to contiguous numbers; returns whether any sum is Inf or NaN.
-template <int WIDTH, int TYPE>
-static bool finish_whole(const lp::Work& p, const float* sums, int64_t lds, int64_t row, int rows, int64_t col, const int32_t* e, const int32_t* f) {
-    constexpr int V = WIDTH / W, SIZE = bits_of(TYPE) / 8;
-    const bool streams = p.streams && SIZE * WIDTH % 64 == 0;
-    i32v exponents[V];
-    u32v factors[V], special = {}, far = {};  // far from 0: two exponents might not give a normal number
-    UNROLLED(v, V) {
-        exponents[v] = f ? get<i32v>(f + col + v * W) : i32v{};
-        factors[v] = (u32v)(127 - exponents[v]) << 23, far |= (u32v)((u32v)(exponents[v] + 63) > 126u);
-    }
-    bool is_far = any(far);
-    for (int i = 0; e && i < rows; i++) is_far |= (uint32_t)(e[row + i] + 63) > 126u;
-    for (int i = 0; i < rows; i++, sums += lds) {
-        char* to = p.out.at + p.out.offset(row + i, col) * SIZE;
-        const int32_t exponent = e ? e[row + i] : 0;
-        f32v x[V];
-        UNROLLED(v, V) {
-            x[v] = get<f32v>(sums + v * W), special |= bits(x[v] - x[v]);
-            x[v] = is_far ? unscaled(x[v], exponents[v] + exponent) : x[v] * floats(factors[v] - ((uint32_t)exponent << 23));
-        }
-        if (TYPE == LP_F32)
-            UNROLLED(v, V) put_past(to + v * 4 * W, x[v], streams);
-        else
-            UNROLLED_BY(v, V, 2) put_past(to + v * 2 * W, joined(halves<TYPE>(x[v]), halves<TYPE>(x[v + 1]), std::make_integer_sequence<int, 2 * W>()), streams);
-    }
-    return any(special);
+INLINE bool adds_nothing(const lp::Work& p) {
+    return p.alpha[0] == 1 && p.alpha[1] == 0 && !p.c.at && !p.bias.at && !p.activation && !p.row_scales && !p.col_scales;
 }
 
 // GCC 12's vectorizer fuses alternate differences and sums of two products (vfmaddsub), as of complex numbers, whatever
 // -ffp-contract is; it does not vectorize calls.
 static __attribute__((noinline)) float sum_of_two(float a, float b, float c, float d) { return a * b + c * d; }
 
-// One row of complex results from two planes of sums.
-template <int WIDTH> static void finish_complex(const lp::Work& p, const float* re, const float* im, int64_t row, int64_t col, int count) {
-    alignas(64) float v[2 * WIDTH], addend[2 * WIDTH];
-    for (int j = 0; j < count; j++) v[2 * j] = re[j], v[2 * j + 1] = im[j];
+// One row of complex results from two planes of sums; returns whether any sum is Inf or NaN.
+template <int WIDTH>
+static bool finish_complex(const lp::Work& p, const float* sums, int64_t plane, int64_t row, int64_t col, int count, const int32_t* e, const int32_t* f) {
+    alignas(64) float parts[2][WIDTH], v[2 * WIDTH], addend[2 * WIDTH];
+    bool special = false;
+    for (int c = 0; c < 2; c++)
+        for (int j = 0; j < WIDTH; j += W) {
+            const f32v x = get<f32v>(sums + c * plane + j);
+            special |= any(bits(x - x) & (u32v)(get<i32v>(LANE_NUMBERS) + j < count));
+            put(parts[c] + j, e || f ? unscaled(x, (f ? get<i32v>(f + col + j) : i32v{}) + (e ? e[row] : 0)) : x);
+        }
+    for (int j = 0; j < count; j++) v[2 * j] = parts[0][j], v[2 * j + 1] = parts[1][j];
     auto multiply = [&](float* x, const float* f) {  // as numpy does: no factor of zero is skipped
         for (int j = 0; j < count; j++, x += 2) {
             const float product[2] = {f[1] == 0 ? x[0] * f[0] : sum_of_two(x[0], f[0], -x[1], f[1]), f[1] == 0 ? x[1] * f[0] : sum_of_two(x[0], f[1], x[1], f[0])};
@@ -153,49 +125,65 @@ template <int WIDTH> static void finish_complex(const lp::Work& p, const float* 
     }
     char* to = p.out.at + p.out.offset(row, col) * 8;
     for (int j = 0; j < count; j++) __builtin_memcpy(to + j * p.out.col * 8, v + 2 * j, 8);
+    return special;
 }
 
-// One row of results of WIDTH sums, of which `count` exist; returns whether any sum is Inf or NaN, if p.checks.
+// Rows of WIDTH real sums, lds apart, of which `count` exist; returns whether any of them is Inf or NaN.
 template <int WIDTH>
-static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int64_t row, int64_t col, int count, const int32_t* e, const int32_t* f) {
-    alignas(64) float v[2][WIDTH], addend[WIDTH], bias[WIDTH], scales[WIDTH];
-    bool special = false;
-    if (p.checks || e || f) {
-        for (int c = 0; c < p.planes; c++) {
-            u32v found = {};
-            for (int j = 0; j < WIDTH; j += W) {
-                f32v x = get<f32v>(sums + c * plane + j);
-                u32v exists = (u32v)(get<i32v>(LANE_NUMBERS) + j < count);
-                found |= is_special(bits(x)) & exists;
-                i32v scale = i32v{} + (e ? e[row] : 0);
-                if (f) scale += get<i32v>(f + col + j);
-                put(v[c] + j, e || f ? unscaled(x, scale) : x);
-            }
-            special |= any(found);
+static bool finish_rows(const lp::Work& p, const float* sums, int64_t lds, int64_t row, int rows, int64_t col, int count, const int32_t* e, const int32_t* f) {
+    constexpr int V = WIDTH / W;
+    const lp::Target out = p.out, c = p.c;  // copies, which stores to the result do not change
+    const float alpha = p.alpha[0], beta = p.beta[0], *row_scales = p.row_scales;
+    const int activation = p.activation, size = bits_of(out.type) / 8;
+    const bool whole = count == WIDTH, direct = whole && out.col == 1;
+    const bool streams = p.streams && direct && size * WIDTH % 64 == 0 && (const char*)sums != out.at + out.offset(row, col) * size;
+    const bool adds = c.at && beta != 0, reads_c = adds && whole && c.col == 1 && c.type == LP_F32, computes = !adds_nothing(p);
+    alignas(64) float addend[WIDTH], bias[WIDTH], scales[WIDTH];
+    alignas(64) char stored[4 * WIDTH];
+    i32v exponents[V];
+    u32v factors[V], exists[V], special = {}, far = {};  // far from 0: two exponents might not give a normal number
+    UNROLLED(v, V) {
+        exponents[v] = f ? get<i32v>(f + col + v * W) : i32v{}, exists[v] = (u32v)(get<i32v>(LANE_NUMBERS) + v * W < count);
+        factors[v] = (u32v)(127 - exponents[v]) << 23, far |= (u32v)((u32v)(exponents[v] + 63) > 126u);
+    }
+    bool is_far = any(far);
+    for (int i = 0; e && i < rows; i++) is_far |= (uint32_t)(e[row + i] + 63) > 126u;
+    const bool scales_columns = p.col_scales, has_bias = p.bias.at, has_biases = has_bias && (p.bias.row || p.bias.row_offsets);
+    if (has_bias) read_row(p.bias, row, col, count, bias, 1);
+    if (scales_columns) __builtin_memcpy(scales, p.col_scales + col, 4 * (size_t)count);
+    for (int i = 0; i < rows; i++, sums += lds) {
+        char* const at = out.at + out.offset(row + i, col) * size;
+        char* const to = direct ? at : stored;
+        const int32_t exponent = e ? e[row + i] : 0;
+        f32v x[V];
+        UNROLLED(v, V) {
+            x[v] = get<f32v>(sums + v * W), special |= bits(x[v] - x[v]) & exists[v];
+            x[v] = is_far ? unscaled(x[v], exponents[v] + exponent) : x[v] * floats(factors[v] - ((uint32_t)exponent << 23));
         }
-        sums = v[0], plane = WIDTH;
-        special = special && p.checks;
+        if (computes) {
+            const float* const more = reads_c ? (const float*)c.at + c.offset(row + i, col) : addend;
+            if (adds && !reads_c) read_row(p.c, row + i, col, count, addend, 1);
+            if (has_biases && i) read_row(p.bias, row + i, col, count, bias, 1);
+            UNROLLED(v, V) {
+                if (scales_columns) x[v] *= row_scales ? get<f32v>(scales + v * W) * row_scales[row + i] : get<f32v>(scales + v * W);
+                else if (row_scales) x[v] *= row_scales[row + i];
+                if (alpha != 1) x[v] *= alpha;
+                if (adds) x[v] += beta * get<f32v>(more + v * W);
+                if (has_bias) x[v] += get<f32v>(bias + v * W);
+            }
+            if (activation)
+                UNROLLED(v, V) x[v] = activated(x[v], activation);
+        }
+        auto put_halves = [&](auto type) __attribute__((always_inline)) {
+            UNROLLED_BY(v, V, 2) put_past(to + v * 2 * W, joined(halves<type>(x[v]), halves<type>(x[v + 1]), std::make_integer_sequence<int, 2 * W>()), streams);
+        };
+        if (out.type == LP_BF16) put_halves(Int<LP_BF16>());
+        else if (out.type == LP_F16) put_halves(Int<LP_F16>());
+        else
+            UNROLLED(v, V) put_past(to + v * 4 * W, x[v], streams);
+        if (!direct) write_some(p.out, at, stored, count);
     }
-    if (p.planes == 2) {
-        finish_complex<WIDTH>(p, sums, sums + plane, row, col, count);
-        return special;
-    }
-    const bool adds = p.c.at && p.beta[0] != 0;
-    if (adds) read_row(p.c, row, col, count, addend, 1);
-    if (p.bias.at) read_row(p.bias, row, col, count, bias, 1);
-    if (p.col_scales) __builtin_memcpy(scales, p.col_scales + col, 4 * (size_t)count);
-    UNROLLED_BY(j, WIDTH, W) {
-        f32v x = get<f32v>(sums + j);
-        if (p.col_scales) x *= p.row_scales ? get<f32v>(scales + j) * p.row_scales[row] : get<f32v>(scales + j);
-        else if (p.row_scales) x *= p.row_scales[row];
-        if (p.alpha[0] != 1) x *= p.alpha[0];
-        if (adds) x += p.beta[0] * get<f32v>(addend + j);
-        if (p.bias.at) x += get<f32v>(bias + j);
-        put(v[0] + j, x);
-    }
-    for (int j = 0; p.activation && j < WIDTH; j += W) put(v[0] + j, activated(get<f32v>(v[0] + j), p.activation));
-    write_row<WIDTH>(p.out, row, col, count, v[0], p.streams);
-    return special;
+    return any(special);
 }
 
 // One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation. A result of another type
@@ -206,7 +194,7 @@ template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_
     if (p.out.type != LP_I32) {
         alignas(64) float floats[WIDTH];
         UNROLLED_BY(j, WIDTH, W) put(floats + j, __builtin_convertvector(get<i32v>(v + j), f32v));
-        finish_row<WIDTH>(p, floats, 0, row, col, count, nullptr, nullptr);
+        finish_rows<WIDTH>(p, floats, 0, row, 1, col, count, nullptr, nullptr);
         return;
     }
     for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
@@ -216,5 +204,7 @@ template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_
         if (__builtin_add_overflow(v[j], addend, v + j)) v[j] = addend < 0 ? INT32_MIN : INT32_MAX;
         v[j] = p.activation == LP_RELU && v[j] < 0 ? 0 : v[j];
     }
-    write_row<WIDTH>(p.out, row, col, count, (const float*)v, p.streams);
+    char* const at = p.out.at + p.out.offset(row, col) * 4;
+    if (count < WIDTH || p.out.col != 1) return write_some(p.out, at, (const char*)v, count);
+    UNROLLED_BY(j, WIDTH, W) put_past(at + 4 * j, get<f32v>(v + j), p.streams);
 }

@@ -189,6 +189,8 @@ template <class U> struct Gemm {
                 int64_t ldc = N;
                 if (direct) c = (float*)p.out.at + m * M * p.out.row + n * N, ldc = p.out.row;
                 const uint32_t* a = packed_a + (m - m0) * j.strip_a;
+                for (int i = 0; p.c.at && k1 == j.blocks && i < rows; i++)
+                    for (int q = 0; q < N; q += 16) __builtin_prefetch(p.c.at + p.c.offset(m * M + i, n * N + q) * bits_of(p.c.type) / 8);
                 for (int64_t k = k0; k < k1; k += j.sum) {
                     const int64_t end = least(k + j.sum, k1), rest = p.k - (end - 1) * BLOCK;
                     for (int i = 0; i < p.term_count; i++) {
@@ -209,14 +211,14 @@ template <class U> struct Gemm {
 
     // Writes the rows of a tile. e, f: exponents of rows and columns; offsets: what int8 sums of the rows have too much.
     static __attribute__((noinline)) void finish(const lp::Work& p, const void* sums, int64_t lds, int64_t row, int rows, int64_t col, int columns, const int32_t* e, const int32_t* f, const int32_t* offsets, std::atomic<int>& not_finite) {
-        const bool whole = FLOATS && columns == N && adds_nothing(p) && p.planes == 1 && p.out.col == 1;  // only scaled
-        auto finish_some = p.out.type == LP_BF16 ? finish_whole<N, LP_BF16> : (p.out.type == LP_F16 ? finish_whole<N, LP_F16> : finish_whole<N, LP_F32>);
-        bool special = whole && finish_some(p, (const float*)sums, lds, row, rows, col, e, f) && p.checks;
-        for (int i = 0; !whole && i < rows; i++) {
-            if constexpr (FLOATS) special |= finish_row<N>(p, (const float*)sums + i * lds, M * N, row + i, col, columns, e, f);
+        bool special = false;
+        const bool real = FLOATS && p.planes == 1;
+        if (real) special = finish_rows<N>(p, (const float*)sums, lds, row, rows, col, columns, e, f);
+        for (int i = 0; !real && i < rows; i++) {
+            if constexpr (FLOATS) special |= finish_complex<N>(p, (const float*)sums + i * lds, M * N, row + i, col, columns, e, f);
             else finish_integers<N>(p, (const int32_t*)sums + i * lds, offsets ? offsets[i] : 0, row + i, col, columns);
         }
-        if (special) not_finite.store(1, std::memory_order_relaxed);
+        if (special && p.checks) not_finite.store(1, std::memory_order_relaxed);
     }
 
     static void work(void* at, int thread) {
@@ -293,9 +295,6 @@ template <class U> struct Gemm {
         if (now) lp::share(ceil(s.lanes, MOST_LANES), s.lanes * p.k >= 1 << 19 ? p.threads : 1, find);
     }
 
-    static bool adds_nothing(const lp::Work& p) {
-        return p.alpha[0] == 1 && p.alpha[1] == 0 && !p.c.at && !p.bias.at && !p.activation && !p.row_scales && !p.col_scales;
-    }
     static bool is_plain(const lp::Work& p) { return adds_nothing(p) && !p.scales_a && !p.scales_b && !p.checks; }
 
     static int32_t gemm(lp::Work& p) {
@@ -342,7 +341,7 @@ template <class U> struct Gemm {
                 int count = (int)least(N, p.n - col);
                 for (int q = 0; q < count; q++)
                     for (int c = 0; c < p.planes; c++) v[c * N + q] = sums[(i * p.n + col + q) * p.planes + c];
-                finish_row<N>(plain, v, N, i, col, count, nullptr, nullptr);
+                p.planes == 2 ? finish_complex<N>(plain, v, N, i, col, count, nullptr, nullptr) : finish_rows<N>(plain, v, N, i, 1, col, count, nullptr, nullptr);
             }
     }
 };

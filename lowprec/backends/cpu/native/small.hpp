@@ -43,7 +43,7 @@ template <class U> struct Small {
         const int dwords = (blocks - 1) * W + (int)G::least(k - (blocks - 1) * P * W, W);
         const uint32_t *a = (const uint32_t*)p.a.at, *b = (const uint32_t*)p.b.at;
         int64_t lda = p.a.lane, ldb = p.b.k, vector = W;
-        const bool plain = G::adds_nothing(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32);
+        const bool plain = adds_nothing(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32);
         if (!AS_STORED || p.a.lane_offsets) {
             a = (const uint32_t*)packed_a, lda = blocks * W;
             for (int i = 0; i < m; i++) {
