@@ -186,25 +186,30 @@ static bool finish_rows(const lp::Work& p, const float* sums, int64_t lds, int64
     return any(special);
 }
 
-// One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation. A result of another type
-// than int32 has the epilogue of floats.
-template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
-    alignas(64) int32_t v[WIDTH];
-    UNROLLED_BY(j, WIDTH, W) put(v + j, (i32v)(get<u32v>(sums + j) - (uint32_t)offset));
-    if (p.out.type != LP_I32) {
-        alignas(64) float floats[WIDTH];
-        UNROLLED_BY(j, WIDTH, W) put(floats + j, __builtin_convertvector(get<i32v>(v + j), f32v));
-        finish_rows<WIDTH>(p, floats, 0, row, 1, col, count, nullptr, nullptr);
-        return;
+// At most ROWS rows of int8 products, whose sums are exact, less `offsets`; a bias is added with saturation. A result of another
+// type than int32 has the epilogue of floats.
+template <int WIDTH, int ROWS>
+static void finish_integers(const lp::Work& p, const int32_t* sums, int64_t lds, int64_t row, int rows, int64_t col, int count, const int32_t* offsets) {
+    alignas(64) int32_t numbers[ROWS][WIDTH];
+    const bool rounds = p.out.type != LP_I32;
+    for (int i = 0; i < rows; i++)
+        UNROLLED_BY(j, WIDTH, W) {
+            const i32v x = (i32v)(get<u32v>(sums + i * lds + j) - (uint32_t)(offsets ? offsets[i] : 0));
+            put(numbers[i] + j, rounds ? bits(__builtin_convertvector(x, f32v)) : (u32v)x);
+        }
+    if (rounds) finish_rows<WIDTH>(p, (const float*)numbers, WIDTH, row, rows, col, count, nullptr, nullptr);
+    for (int i = 0; !rounds && i < rows; i++, row++) {
+        int32_t* v = numbers[i];
+        for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
+            const char* at = p.bias.at ? p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4) : nullptr;
+            int32_t addend = 0;
+            if (at) addend = p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
+            if (__builtin_add_overflow(v[j], addend, v + j)) v[j] = addend < 0 ? INT32_MIN : INT32_MAX;
+            v[j] = p.activation == LP_RELU && v[j] < 0 ? 0 : v[j];
+        }
+        char* const at = p.out.at + p.out.offset(row, col) * 4;
+        if (count < WIDTH || p.out.col != 1) write_some(p.out, at, (const char*)v, count);
+        else
+            UNROLLED_BY(j, WIDTH, W) put_past(at + 4 * j, get<f32v>(v + j), p.streams);
     }
-    for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
-        const char* at = p.bias.at ? p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4) : nullptr;
-        int32_t addend = 0;
-        if (at) addend = p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
-        if (__builtin_add_overflow(v[j], addend, v + j)) v[j] = addend < 0 ? INT32_MIN : INT32_MAX;
-        v[j] = p.activation == LP_RELU && v[j] < 0 ? 0 : v[j];
-    }
-    char* const at = p.out.at + p.out.offset(row, col) * 4;
-    if (count < WIDTH || p.out.col != 1) return write_some(p.out, at, (const char*)v, count);
-    UNROLLED_BY(j, WIDTH, W) put_past(at + 4 * j, get<f32v>(v + j), p.streams);
 }

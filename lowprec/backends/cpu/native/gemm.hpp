@@ -212,12 +212,10 @@ template <class U> struct Gemm {
     // Writes the rows of a tile. e, f: exponents of rows and columns; offsets: what int8 sums of the rows have too much.
     static __attribute__((noinline)) void finish(const lp::Work& p, const void* sums, int64_t lds, int64_t row, int rows, int64_t col, int columns, const int32_t* e, const int32_t* f, const int32_t* offsets, std::atomic<int>& not_finite) {
         bool special = false;
-        const bool real = FLOATS && p.planes == 1;
-        if (real) special = finish_rows<N>(p, (const float*)sums, lds, row, rows, col, columns, e, f);
-        for (int i = 0; !real && i < rows; i++) {
-            if constexpr (FLOATS) special |= finish_complex<N>(p, (const float*)sums + i * lds, M * N, row + i, col, columns, e, f);
-            else finish_integers<N>(p, (const int32_t*)sums + i * lds, offsets ? offsets[i] : 0, row + i, col, columns);
-        }
+        if constexpr (!FLOATS) finish_integers<N, (M > 16 ? M : 16)>(p, (const int32_t*)sums, lds, row, rows, col, columns, offsets);
+        else if (p.planes == 1) special = finish_rows<N>(p, (const float*)sums, lds, row, rows, col, columns, e, f);
+        else
+            for (int i = 0; i < rows; i++) special |= finish_complex<N>(p, (const float*)sums + i * lds, M * N, row + i, col, columns, e, f);
         if (special && p.checks) not_finite.store(1, std::memory_order_relaxed);
     }
 
