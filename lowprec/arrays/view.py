@@ -96,7 +96,7 @@ class ArrayView:
     quantized: ClassVar[Any] = None  # this array
 
     #: The view's part of the key of an executor.
-    layout: ClassVar[Any] = property(attrgetter("device", "dtype", "shape", "strides"))
+    layout: ClassVar[Any]
 
     def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
         """Return the packed operand of this key; ``make`` packs it if it is missing."""
@@ -181,6 +181,10 @@ class ArrayView:
             f"{type(self).__name__}({self.dtype}, shape={self.shape}, strides={self.strides}, "
             f"device={self.device}{''.join(marks)})"
         )
+
+
+# Not in the class: a dataclass with slots takes only properties that are Python functions, in Python 3.14.
+ArrayView.layout = property(attrgetter("device", "dtype", "shape", "strides"))
 
 
 @dataclass(slots=True, eq=False)
