@@ -39,7 +39,7 @@ def function_lengths(source):
 
 
 def calls_of_property(source):
-    """Yield properties of dataclasses with slots that are no decorated functions: importing them fails in Python 3.14."""
+    """Yield properties of dataclasses with slots that are not decorated functions: Python 3.14 refuses them."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and any("slots=True" in ast.unparse(x) for x in node.decorator_list):
             fields = (x for x in node.body if not isinstance(x, Function))
