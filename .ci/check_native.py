@@ -2,7 +2,8 @@
 
 usage: check_native.py [NAME...]
 
-native      every unit of this processor; AMX in software
+native      every unit of this processor; AMX in software where it has none
+fuzz        random products and roundings with buffers that end at protected pages, in other floating-point modes
 haswell     the native program on an emulated Haswell: FP32 and int8 units must give the same bits
 aarch64     compiled by zig, on three emulated processors: the same comparison
 sanitized   under the address and undefined-behaviour sanitizers
@@ -61,20 +62,30 @@ def native_compiler() -> list[str]:
     return found
 
 
-def program(name: str, compiler: list[str], options: list[str], libraries: list[str]) -> str:
-    """Compile and link the kernels with the checks; return the path."""
+def has_tiles() -> bool:
+    """Whether this processor has AMX."""
+    cpus = Path("/proc/cpuinfo")
+    return cpus.is_file() and " amx_tile " in cpus.read_text()
+
+
+def program(name: str, compiler: list[str], options: list[str], libraries: list[str], real_tiles: bool = False) -> str:
+    """Compile and link the kernels with the checks, and with AMX in software unless it is real; return the path."""
     command, made = [*compiler, *options], OBJECTS / f"check-{name}"
     plain = [x for x in sorted(NATIVE.glob("*.cpp")) if x.name not in TILES]
     checks = [*(NATIVE / x for x in TILES), CHECKS / "check.cpp"]
     objects = compile_sources(command, plain)
-    objects += compile_sources([*command, "-DLP_AMX_IN_SOFTWARE", f"-I{NATIVE}", f"-I{CHECKS}"], checks)
+    tiles = [] if real_tiles else ["-DLP_AMX_IN_SOFTWARE"]
+    objects += compile_sources([*command, *tiles, f"-I{NATIVE}", f"-I{CHECKS}"], checks)
     run([*command, "-o", str(made), *objects, *libraries])
     return str(made)
 
 
-def hashes(command: list[str], step: int, variants: int = 8) -> dict[str, str]:
-    """Run the checks, with every `step`-th k, 0 for threads alone; return the hashes of problems by class and name."""
-    done = subprocess.run([*command, str(step), str(variants)], capture_output=True, text=True, check=False)
+def hashes(command: list[str], step: int, variants: int = 8, every: int = 1) -> dict[str, str]:
+    """Run the checks, with every `step`-th k, 0 for threads alone, and every `every`-th problem.
+
+    Return the hashes of problems by class and name.
+    """
+    done = subprocess.run([*command, str(step), str(variants), str(every)], capture_output=True, text=True, check=False)
     lines = [x for x in done.stderr.splitlines() if not x.startswith("qemu")]
     if done.returncode:
         raise SystemExit("\n".join([*lines[:40], f"{' '.join(command)}: failed, status {done.returncode}"]))
@@ -94,7 +105,7 @@ def compare(name: str, found: dict[str, str]) -> None:
 
 def native() -> str:
     """Compile the checks for this processor, with the objects of the library."""
-    return program("native", native_compiler(), OPTIONS, ["-lpthread"])
+    return program("native", native_compiler(), OPTIONS, ["-lpthread"], has_tiles())
 
 
 _expected: dict[str, str] = {}
@@ -107,10 +118,22 @@ def check_native() -> dict[str, str]:
     return _expected
 
 
+def check_fuzz() -> None:
+    """Run random products and roundings, 20,000 each."""
+    done = subprocess.run([native(), "random", "3", "10000"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit("\n".join([*done.stderr.splitlines()[:20], f"fuzz: failed, status {done.returncode}"]))
+    print(done.stderr.splitlines()[-1])
+
+
 def check_sanitized(name: str) -> None:
     """Run the checks under sanitizers."""
     options = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", *SANITIZERS[name]]
     hashes([program(name, native_compiler(), options, ["-lpthread"])], 300 if name == "sanitized" else 0, 4)
+
+
+#: Of so many problems one is computed by an emulator, which takes a hundred times as long as a processor.
+EMULATED = 7
 
 
 def emulator(machine: str) -> str | None:
@@ -130,7 +153,7 @@ def check_haswell() -> None:
     if qemu is None:
         print("haswell: no qemu-x86_64 here")
     else:
-        compare("haswell", hashes([qemu, "-cpu", "Haswell", native()], 97, 1))
+        compare("haswell", hashes([qemu, "-cpu", "Haswell", native()], 97, 1, EMULATED))
 
 
 def check_aarch64() -> None:
@@ -141,7 +164,7 @@ def check_aarch64() -> None:
         return
     made = program("aarch64", [*compiler, "-target", "aarch64-linux-musl"], OPTIONS, ["-static", "-nostdlib++"])
     for cpu, variants in (("max", 3), ("neoverse-n1", 1), ("cortex-a72", 1)):
-        compare(cpu, hashes([qemu, "-cpu", cpu, made], 97, variants))
+        compare(cpu, hashes([qemu, "-cpu", cpu, made], 97, variants, EMULATED))
 
 
 def check_style() -> None:
@@ -198,6 +221,8 @@ INSTRUCTIONS = {
     "avx512bf16": r"\tv(?:dpbf16|cvtne\w*bf16)",
     "vnni": r"\tvpdp[bw]",
     "amx": r"%tmm",
+    # Of a * b - c * d and a * d + b * c, which GCC's vectorizer fuses whatever -ffp-contract is; no file may have it.
+    "fused": r"\tvfm(?:addsub|subadd)",
 }
 #: Those that a file may have, by the beginning of its name; all others may have none.
 LEVELS = {
@@ -234,7 +259,7 @@ def check_levels() -> None:
 
 def main(names: list[str]) -> None:
     """Run the named checks."""
-    for name in names or ["style", "levels", "native", "haswell", "aarch64", "sanitized"]:
+    for name in names or ["style", "levels", "native", "fuzz", "haswell", "aarch64", "sanitized"]:
         if name in SANITIZERS:
             check_sanitized(name)
         else:

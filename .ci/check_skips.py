@@ -80,6 +80,7 @@ UNITS = {
 ABSENT = {
     "the vectors of real tensor cores are not next to this checkout": "data that is no part of the checkout",
     "libcublasLt is not installed ": "a library that is too large for these environments",
+    "CuPy needs a GPU": "a GPU",
 }
 
 

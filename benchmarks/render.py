@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import common
+import claims
 import digits
 import generated
 import plot
 
-GENERATED = common.ROOT / "docs" / "_generated"
-README = common.ROOT / "README.md"
+GENERATED = generated.ROOT / "docs" / "_generated"
+README = generated.ROOT / "README.md"
 MISSING = "Not measured yet: run `python benchmarks/run_all.py`.\n"
 
 Result = Mapping[str, Any]
@@ -84,11 +84,11 @@ def _claims(result: Result) -> str:
     # "1024: 1.01" stays together; a line may end behind the comma.
     rows = [
         [what, sizes.replace(": ", ":\N{NO-BREAK SPACE}"), *rest]
-        for what, sizes, *rest in common.claim_rows(result["claims"])
+        for what, sizes, *rest in claims.claim_rows(result["claims"])
     ]
     if any(c.get("by_size") for c in result["claims"]):
-        return table(common.CLAIM_HEADER, rows, words=2)
-    what, _, *rest = common.CLAIM_HEADER
+        return table(claims.CLAIM_HEADER, rows, words=2)
+    what, _, *rest = claims.CLAIM_HEADER
     return table([what, *rest], [[row[0], *row[2:]] for row in rows])
 
 
@@ -148,7 +148,7 @@ def gemm(result: Result) -> list[str]:
         cells = {
             (r["variant"], _size(r)): f"{r['gflops']:.0f} ({r['speed']['numpy float32']['median']:.2f})"
             for r in result["results"]
-            if common.is_square(r) is square
+            if claims.is_square(r) is square
         }
         parts += _tables({"GFLOP/s (x numpy float32)": cells})
     if left_out := ", ".join(result["settings"].get("left_out", ())):
@@ -307,7 +307,7 @@ def readme_table(results: Iterable[Result]) -> str:
     results = list(results)
 
     def cell(result: Result, variant: str, baseline: str) -> str:
-        speeds = common.square_speeds(result["results"], variant, baseline).values()
+        speeds = claims.square_speeds(result["results"], variant, baseline).values()
         ends = list(dict.fromkeys(f"{f(speeds):#.2g}".rstrip(".") for f in (min, max) if speeds))
         return f"{' to '.join(ends)} x" if ends else "-"
 
@@ -320,7 +320,7 @@ def readme_table(results: Iterable[Result]) -> str:
     return table(header, rows, words=2)
 
 
-def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
+def snippets(results: Path = claims.RESULTS) -> dict[Path, str]:
     """Return the text of every generated file, the README's table included."""
     files = {}
     for benchmark in _PARTS:
@@ -335,7 +335,7 @@ def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
     return files
 
 
-def charted(results: Path = common.RESULTS) -> list[Path]:
+def charted(results: Path = claims.RESULTS) -> list[Path]:
     return [path for benchmark in plot.CHARTS for path in load(results, benchmark)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import claims
 import common
 import render
 
@@ -28,7 +29,7 @@ def main() -> int:
         command = [sys.executable, str(common.ROOT / "benchmarks" / f"{name}.py"), *shared]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
-    if not arguments.quick and arguments.output.resolve() == common.RESULTS:
+    if not arguments.quick and arguments.output.resolve() == claims.RESULTS:
         render.write()
     print(f"failed: {', '.join(failed)}" if failed else "everything ran")
     return 1 if failed else 0

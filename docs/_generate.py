@@ -32,7 +32,6 @@ from lowprec.backends.cpu.emulation.arithmetic import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS, kernels_of
 from lowprec.formats import BLOCK_FORMATS, GROUPS, WHOLE, BlockFormat
 from lowprec.planning import Activation, Bound, Capabilities
-from lowprec.planning.cublaslt.calls import BLOCK_CODES
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.plan import compute_words
@@ -229,9 +228,9 @@ def _gpu_call(row: BlockFormat) -> str:
     """Return cuBLASLt's scale mode of a format, or how it is multiplied otherwise, and the first compute capability."""
     if row.scales is None:
         return "FP8 with float32 scales, 8.9"
-    if row.name not in BLOCK_CODES:
+    if not row.scale_mode:
         return "widened to float32" if row.has_float_scales else "widened to bfloat16"
-    return f"{_code(BLOCK_CODES[row.name].scale_mode)}, {BLOCK_SCALES_SINCE[0]}.{BLOCK_SCALES_SINCE[1]}"
+    return f"{_code(row.scale_mode)}, {BLOCK_SCALES_SINCE[0]}.{BLOCK_SCALES_SINCE[1]}"
 
 
 def verified_table() -> str:

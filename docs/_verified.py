@@ -68,7 +68,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
         "quantised operands, widened",
     ),
     "Modes, within the plan's bound": (
-        *(f"mode {mode}" for mode in (*_MODES, *MODES)),
+        *(f"mode {mode}" for mode in (*_MODES, *MODES) if mode != "int8_blocks"),
         "recipes with stochastic rounding and a Hadamard transform",
         Measured("modes that quantise, products of large matrices", "quantizing", ()),
         "mode fp16 beyond float16's range",
@@ -77,6 +77,18 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
         "scopes, guard and `rtol`",
         "Inf and NaN",
         Measured("`NVIDIA_TF32_OVERRIDE=0` forbids TF32 in cuBLAS", "override-0", ()),
+    ),
+    "Programs": (
+        "guard: `cublasSgemm` on lowprec's handle",
+        "a user's own cuBLAS handle keeps its mode in the guard",
+        *(f"guard: product and solver of {library}" for library in ("PyTorch", "CuPy", "JAX")),
+        "`NVIDIA_TF32_OVERRIDE`, handles and modes",
+        "`lowprec.matmul` in PyTorch: gradients",
+        "`intercept` in PyTorch, with gradients",
+        "`lowprec.matmul` in a compiled graph",
+        "`audit` finds TF32",
+        "`linalg.solve` by refinement",
+        "loss scaling with PyTorch: a step, and one that overflows",
     ),
     "Shapes and layouts": (
         "transposed and strided views",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import typing
 
+from lowprec import _interpreter  # noqa: F401 - before NumPy
 from lowprec._version import __version__
 from lowprec.arrays import DLPackArray
 from lowprec.core.arguments import ShapeDtype
@@ -19,16 +20,22 @@ from lowprec.errors import (
     LowprecError,
     LowprecWarning,
     ModeError,
+    SettingError,
     ShapeError,
     SparsityError,
     UnsupportedError,
 )
 from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_controller, set_math_mode
+from lowprec.policy.scopes import on_verify as _on_verify
 from lowprec.recipes import Recipe
 
 if typing.TYPE_CHECKING:
-    from lowprec import amp, dask, emulation, jax, linalg, numpy, torch  # noqa: F401
+    from lowprec import amp, emulation, linalg, testing
+    from lowprec import dask as dask  # by two names, which type checkers require of a name that is not in `__all__`
+    from lowprec import jax as jax
+    from lowprec import numpy as numpy
+    from lowprec import torch as torch
     from lowprec.arrays.quantized import QuantizedArray
     from lowprec.auditing import audit
     from lowprec.backends import release_memory
@@ -38,14 +45,15 @@ if typing.TYPE_CHECKING:
     from lowprec.core.plan_call import plan
     from lowprec.core.prepare import PreparedOperand, prepare
     from lowprec.core.quantize import quantize
+    from lowprec.inspection import info
+    from lowprec.interception import intercept
     from lowprec.policy import emulate
     from lowprec.profiling import profile
-    from lowprec.report import info
     from lowprec.tuning import autotune
 
 #: Imported with their first use.
 _LAZY = {
-    **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "torch")},
+    **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "testing", "torch")},
     **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
     **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
     "QuantizedArray": "lowprec.arrays.quantized",
@@ -55,7 +63,8 @@ _LAZY = {
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
     "emulate": "lowprec.policy",
-    "info": "lowprec.report",
+    "info": "lowprec.inspection",
+    "intercept": "lowprec.interception",
     "plan": "lowprec.core.plan_call",
     "profile": "lowprec.profiling",
     "release_memory": "lowprec.backends",
@@ -67,10 +76,10 @@ _OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "numpy": "numpy", "torch":
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
-    "QuantizedArray", "Recipe", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError", "__version__", "amp",
-    "audit", "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode",
-    "info", "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller",
-    "release_memory", "set_math_mode", "tensordot", "vecdot",
+    "QuantizedArray", "Recipe", "SettingError", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError",
+    "__version__", "amp", "audit", "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard",
+    "get_math_mode", "info", "intercept", "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile",
+    "quantize", "register_controller", "release_memory", "set_math_mode", "tensordot", "testing", "vecdot",
 ]  # fmt: skip
 
 
@@ -91,6 +100,15 @@ if not typing.TYPE_CHECKING:  # for type checkers any name would exist
         is_module = _LAZY[name] == f"{__name__}.{name}"
         value = globals()[name] = module if is_module else getattr(module, name)
         return value
+
+
+def _verify() -> None:
+    from lowprec.auditing import verify
+
+    verify()
+
+
+_on_verify(_verify)
 
 
 def __dir__() -> list[str]:

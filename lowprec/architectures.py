@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import unique
 
-from lowprec.errors import UnsupportedError, quoted
+from lowprec.errors import SettingError, did_you_mean, quoted
 from lowprec.util.plain import StrEnum
 
 
@@ -36,11 +36,12 @@ class Architecture(StrEnum):
 
 
 def parse_architecture(name: str | Architecture) -> Architecture:
-    """Return the architecture of this name, in any case; raise UnsupportedError if there is none."""
+    """Return the architecture of this name, in any case; raise SettingError if there is none."""
     if isinstance(name, str):
         for architecture in Architecture:
             if architecture.value == name.strip().lower():
                 return architecture
-    raise UnsupportedError(
+    raise SettingError(
         f"the tensor cores of architecture {quoted(name)} are not emulated; choose one of: {', '.join(Architecture)}"
+        f"{did_you_mean(name, map(str, Architecture))}"
     )

@@ -9,17 +9,20 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 
-from lowprec.errors import BackendError, UnsupportedError
+from lowprec import plotting
+from lowprec.errors import BackendError, SettingError, quoted
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 from lowprec.policy.protocol import attempt
-from lowprec.util.tables import Table, plain_text
+from lowprec.report import Report
+from lowprec.util.tables import Table
 from lowprec.util.tracing import uncompiled
 
 #: Precisions, the lowest first; "fp16 sums" rounds sums to 16 bits.
@@ -67,7 +70,7 @@ class AuditRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class Audit(Report):
     """The result of :func:`audit`; ``print`` shows it as a table.
 
     >>> import lowprec
@@ -81,27 +84,31 @@ class Audit:
     def below(self, precision: str) -> tuple[AuditRow, ...]:
         """Return the operations whose precision is lower than this one."""
         if precision not in PRECISIONS:
-            raise UnsupportedError(f"precision {precision!r} is not one of: {', '.join(PRECISIONS)}")
+            raise SettingError(f"precision {precision!r} is not one of: {', '.join(PRECISIONS)}")
         least = PRECISIONS.index(precision)
         return tuple(r for r in self.rows if r.precision in PRECISIONS[:least])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the rows and switches for JSON."""
-        return {"rows": [asdict(row) for row in self.rows], "switches": self.switches}
-
     def tables(self) -> list[Table]:
-        """Return the table of operations, and that of switches."""
         found: dict[tuple[str, str, str, str], list[str]] = {}
         for r in self.rows:
-            key = r.library, r.device, r.operation, r.precision
-            found.setdefault(key, []).append(f"{r.size}{f' ({r.detail})' if r.detail else ''}")
+            size = f"{r.size} ({r.detail})" if r.detail else str(r.size)
+            found.setdefault((r.library, r.device, r.operation, r.precision), []).append(size)
         rows = [[*key, ", ".join(sizes)] for key, sizes in found.items()]
         tables = [Table("precision of float32", ["library", "device", "operation", "precision", "sizes"], rows)]
-        switches = [[library, name, x] for library, each in self.switches.items() for name, x in each.items()]
-        return [*tables, *([Table("switches", ["library", "switch", "value"], switches)] if switches else [])]
+        switches = []
+        for library, values in self.switches.items():
+            switches += [[library, name, x] for name, x in values.items()]
+        if switches:
+            tables.append(Table("switches", ["library", "switch", "value"], switches))
+        return tables
 
-    def __str__(self) -> str:
-        return "\n".join(map(plain_text, self.tables()))
+    def figure(self) -> Any:
+        names = [f"{r.library} {r.device} {r.operation} {r.size}" for r in self.rows]
+        ticks = ("unknown", *PRECISIONS)
+        levels = {"precision": [ticks.index(r.precision) for r in self.rows]}
+        figure = plotting.bar_figure("precision of float32", names, levels, "")
+        figure.axes[0].set_xticks(range(len(ticks)), ticks)
+        return figure
 
 
 @uncompiled
@@ -117,7 +124,7 @@ def audit(libraries: Iterable[str] | None = None, sizes: Sequence[int] = SIZES) 
     libraries : list of str, optional
         Of ``"torch"``, ``"jax"``, ``"numpy"``, ``"cupy"``; they are imported. By default those that are loaded.
     sizes : sequence of int
-        Extents of the operands, at least 4. Some kernels use TF32 only for large ones.
+        Extents of the operands, at least 5. Some kernels use TF32 only for large ones.
 
     Returns
     -------
@@ -125,8 +132,8 @@ def audit(libraries: Iterable[str] | None = None, sizes: Sequence[int] = SIZES) 
 
     Raises
     ------
-    UnsupportedError
-        A library is unknown, or a size is below 4.
+    SettingError
+        A library is unknown, or a size is below 5.
 
     Examples
     --------
@@ -137,13 +144,15 @@ def audit(libraries: Iterable[str] | None = None, sizes: Sequence[int] = SIZES) 
       numpy    cpu     dot        fp32       16
       numpy    cpu     solve      fp32       16
     """
-    names = [n for n in LIBRARIES if n in sys.modules] if libraries is None else list(libraries)
+    names = [name for name in LIBRARIES if name in sys.modules]
+    if libraries is not None:
+        names = list(libraries)
     unknown = [name for name in names if name not in LIBRARIES]
     if unknown:
-        raise UnsupportedError(f"no audit of {', '.join(unknown)}; choose among {', '.join(LIBRARIES)}")
-    if min(sizes) < len(_VALUES):
-        raise UnsupportedError(f"sizes must be at least {len(_VALUES)}, got {min(sizes)}")
-    rows = [row for name in names for row in _rows(name, importlib.import_module(name), sizes)]
+        raise SettingError(f"no audit of {', '.join(unknown)}; choose among {', '.join(LIBRARIES)}")
+    if min(sizes, default=0) < len(_VALUES):
+        raise SettingError(f"sizes must be at least {len(_VALUES)}, got {quoted(sizes)}")
+    rows = chain.from_iterable(_rows(name, sizes) for name in names)
     return Audit(tuple(rows), {name: found for name in names if (found := _switches(name))})
 
 
@@ -160,19 +169,21 @@ def _switches(name: str) -> dict[str, str]:
     for controller in controllers():
         if controller.name == name:
             values, error = attempt(controller, controller.describe)
-            found |= {key: str(x) for key, x in (values or {"switches": error}).items()}
+            values = values or {"switches": error}
+            found |= {key: str(x) for key, x in values.items()}
     return found
 
 
-def _rows(name: str, library: Any, sizes: Sequence[int]) -> Iterator[AuditRow]:
-    for device, operations in _DEVICES[name](library):
-        for operation, run in operations.items():
-            for size in sizes:
-                try:
-                    precision, detail = measure(run, size), ""
-                except Exception as error:  # noqa: BLE001 - an operation that a device lacks is reported
-                    precision, detail = "unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-                yield AuditRow(name, device, operation, size, precision, detail)
+def _rows(name: str, sizes: Sequence[int]) -> Iterator[AuditRow]:
+    for device, operations in _DEVICES[name](importlib.import_module(name)):
+        for (operation, run), size in product(operations.items(), sizes):
+            detail = ""
+            try:
+                precision = measure(run, size)
+            except Exception as error:  # noqa: BLE001 - an operation that a device lacks is reported
+                precision = "unknown"
+                detail = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            yield AuditRow(name, device, operation, size, precision, detail)
 
 
 #: Computes ``a @ b`` of NumPy arrays by an operation of a library.
@@ -181,31 +192,35 @@ Operation = Callable[[Any, Any], Any]
 
 def measure(run: Operation, size: int) -> str:
     """Return the precision of an operation, from its results for matrices of this size."""
-    identity = np.eye(size, dtype=np.float32)
-    x = np.ascontiguousarray(np.broadcast_to(np.resize(_VALUES, size), (size, size)))
-    count = len(_VALUES)
-    found = []
-    for result in (run(x, identity), run(identity, x)):
-        unchanged = tuple(bool(np.all(result[:, i::count] == _VALUES[i])) for i in range(count))
-        found.append(_UNCHANGED.get(unchanged, PRECISIONS[0]))
     few = np.full((size, size), _SMALL, np.float32)
     few[:, 0] = 1
     total = run(few, np.ones((size, size), np.float32))[0, 0]
-    return min(found, key=PRECISIONS.index) if total == 1 + (size - 1) * _SMALL else PRECISIONS[0]
+    if total != 1 + (size - 1) * _SMALL:
+        return PRECISIONS[0]
+    identity = np.eye(size, dtype=np.float32)
+    x = np.ascontiguousarray(np.broadcast_to(np.resize(_VALUES, size), (size, size)))
+    found = []
+    for result in (run(x, identity), run(identity, x)):
+        columns = [result[:, i :: len(_VALUES)] for i in range(len(_VALUES))]
+        unchanged = tuple(bool(np.all(column == value)) for column, value in zip(columns, _VALUES, strict=True))
+        found.append(_UNCHANGED.get(unchanged, PRECISIONS[0]))
+    return min(found, key=PRECISIONS.index)
 
 
 # -- operations -----------------------------------------------------------------------------------
 
 Operations = dict[str, Operation]
-#: Tokens and channels of attention, and a scale by which its weights are 0 and 1.
-_TOKENS, _SHARP = 64, 1e4
+_TOKENS = 64  # tokens and channels of attention
+_SHARP = 1e4  # scale by which its weights are 0 and 1
 
 
 def _blocks(a: Any, b: Any) -> tuple[Any, Any]:
     """Return a system whose solution starts with ``-a @ b``, the update of a block in an LU decomposition."""
     n = len(a)
-    matrix, right = np.eye(2 * n, dtype=np.float32), np.zeros((2 * n, n), np.float32)
-    matrix[:n, n:], right[n:] = a, b
+    matrix = np.eye(2 * n, dtype=np.float32)
+    matrix[:n, n:] = a
+    right = np.zeros((2 * n, n), np.float32)
+    right[n:] = b
     return matrix, right
 
 
@@ -215,34 +230,40 @@ def _solved(solve: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 def _attended(attend: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """Return a product by attention, whose weights are 0 and 1; a product of other numbers is not attention's."""
-    n = min(len(a), _TOKENS)
     if not np.array_equal(a, np.eye(len(a))):
         return a @ b
+    n = min(len(a), _TOKENS)
     return attend(np.eye(n, dtype=np.float32), np.ascontiguousarray(b[:n, :n]))
 
 
 def _of_torch(torch: Any) -> Iterator[tuple[str, Operations]]:
     functional = torch.nn.functional
 
+    def linear(a: Any, b: Any) -> Any:
+        return functional.linear(a, b.T, torch.zeros_like(b[0]))
+
+    def convolve(a: Any, b: Any) -> Any:
+        return functional.conv2d(_pixels(a), _pixels(b.T))[..., 0, 0]
+
     def attend(x: Any, v: Any) -> Any:
-        return functional.scaled_dot_product_attention(*(y[None, None] for y in (x, x, v)), scale=_SHARP)[0, 0]
+        q = x[None, None]
+        return functional.scaled_dot_product_attention(q, q, v[None, None], scale=_SHARP)[0, 0]
+
+    def on(device: str, call: Callable[..., Any], a: Any, b: Any) -> Any:
+        with torch.no_grad():
+            result = call(torch.tensor(a, device=device), torch.tensor(b, device=device))
+            return result.cpu().numpy()
 
     for device in ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
-
-        def on(call: Callable[..., Any], a: Any, b: Any, device: str = device) -> Any:
-            with torch.no_grad():
-                return call(*(torch.tensor(x, device=device) for x in (a, b))).cpu().numpy()
-
-        yield (
-            device,
-            {
-                "matmul": partial(on, torch.matmul),
-                "linear": partial(on, lambda a, b: functional.linear(a, b.T, torch.zeros_like(b[0]))),
-                "convolution": partial(on, lambda a, b: functional.conv2d(_pixels(a), _pixels(b.T))[..., 0, 0]),
-                "attention": partial(_attended, partial(on, attend)),
-                "solve": partial(_solved, partial(on, torch.linalg.solve)),
-            },
-        )
+        run = partial(partial, on, device)
+        operations: Operations = {
+            "matmul": run(torch.matmul),
+            "linear": run(linear),
+            "convolution": run(convolve),
+            "attention": partial(_attended, run(attend)),
+            "solve": partial(_solved, run(torch.linalg.solve)),
+        }
+        yield device, operations
 
 
 def _pixels(x: Any) -> Any:
@@ -250,26 +271,28 @@ def _pixels(x: Any) -> Any:
 
 
 def _of_jax(jax: Any) -> Iterator[tuple[str, Operations]]:
-    for device in [*jax.local_devices(), *(() if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu"))]:
+    def convolve(a: Any, b: Any) -> Any:
+        return jax.lax.conv(_pixels(a), _pixels(b.T), (1, 1), "VALID")[..., 0, 0]
 
-        def on(call: Callable[..., Any], a: Any, b: Any, device: Any = device) -> Any:
-            return np.asarray(call(*(jax.device_put(x, device) for x in (a, b))))
+    def attend(x: Any, v: Any) -> Any:
+        q = x[None, :, None]
+        return jax.nn.dot_product_attention(q, q, v[None, :, None], scale=_SHARP)[0, :, 0]
 
-        def convolve(a: Any, b: Any) -> Any:
-            return jax.lax.conv(_pixels(a), _pixels(b.T), (1, 1), "VALID")[..., 0, 0]
+    def on(device: Any, call: Callable[..., Any], a: Any, b: Any) -> Any:
+        return np.asarray(call(jax.device_put(a, device), jax.device_put(b, device)))
 
-        def attend(x: Any, v: Any) -> Any:
-            return jax.nn.dot_product_attention(*(y[None, :, None] for y in (x, x, v)), scale=_SHARP)[0, :, 0]
-
-        yield (
-            str(device),
-            {
-                "matmul": partial(on, jax.numpy.matmul),
-                "attention": partial(_attended, partial(on, attend)),
-                "convolution": partial(on, convolve),
-                "solve": partial(_solved, partial(on, jax.numpy.linalg.solve)),
-            },
-        )
+    devices = jax.local_devices()
+    if jax.default_backend() != "cpu":
+        devices = [*devices, *jax.local_devices(backend="cpu")]
+    for device in devices:
+        run = partial(partial, on, device)
+        operations: Operations = {
+            "matmul": run(jax.numpy.matmul),
+            "attention": partial(_attended, run(attend)),
+            "convolution": run(convolve),
+            "solve": partial(_solved, run(jax.numpy.linalg.solve)),
+        }
+        yield str(device), operations
 
 
 def _of_numpy(numpy: Any) -> Iterator[tuple[str, Operations]]:
@@ -277,15 +300,13 @@ def _of_numpy(numpy: Any) -> Iterator[tuple[str, Operations]]:
 
 
 def _of_cupy(cupy: Any) -> Iterator[tuple[str, Operations]]:
+    def on(number: int, call: Callable[..., Any], a: Any, b: Any) -> Any:
+        with cupy.cuda.Device(number):
+            return cupy.asnumpy(call(cupy.asarray(a), cupy.asarray(b)))
+
     for number in range(cupy.cuda.runtime.getDeviceCount()):
-
-        def on(call: Callable[..., Any], a: Any, b: Any, number: int = number) -> Any:
-            with cupy.cuda.Device(number):
-                return cupy.asnumpy(call(cupy.asarray(a), cupy.asarray(b)))
-
-        yield f"cuda:{number}", {
-            "matmul": partial(on, cupy.matmul), "solve": partial(_solved, partial(on, cupy.linalg.solve)),
-        }  # fmt: skip
+        solve = partial(_solved, partial(on, number, cupy.linalg.solve))
+        yield f"cuda:{number}", {"matmul": partial(on, number, cupy.matmul), "solve": solve}
 
 
 _DEVICES = {"torch": _of_torch, "jax": _of_jax, "numpy": _of_numpy, "cupy": _of_cupy}

@@ -23,17 +23,21 @@ from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.numpy_products import rounded
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, quoted
 from lowprec.formats import DType
+from lowprec.util.strides import Shape
 from lowprec.util.tracing import uncompiled
 
 __all__ = ["mma"]
 
 #: Names of the formats: those of the modes, and those of the element types.
 _FORMATS = {
-    "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
     **{name: name for name in FORMATS},
-}  # fmt: skip
+}
 
 
 @uncompiled
@@ -68,8 +72,10 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
         A value of ``a`` or ``b`` is not in the format, or an argument is not an array.
     DTypeError, ShapeError, DeviceError
         An array is not float32, its shape does not match, or it is not in host memory.
+    SettingError
+        ``arch`` or ``format`` is unknown.
     UnsupportedError
-        ``arch`` or ``format`` is unknown, or the architecture's tensor cores do not support the format.
+        The architecture's tensor cores do not support the format.
 
     References
     ----------
@@ -86,16 +92,19 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     >>> [float(mma(a, a.T, c, arch=arch, format="fp16")[0, 0]) - 1 for arch in ("volta", "ampere")]
     [0.0, 1.1920928955078125e-07]
     """
-    name_of_format = _FORMATS.get(format.strip().lower()) if isinstance(format, str) else None
+    name_of_format = None
+    if isinstance(format, str):
+        name_of_format = _FORMATS.get(format.strip().lower())
     if name_of_format is None:
-        raise UnsupportedError(f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}")
+        raise SettingError(f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}")
     model = arithmetic(parse_architecture(arch), name_of_format)
-    views = {name: _view(name, x) for name, x in (("a", a), ("b", b), ("c", c))}
-    x, y, z = views.values()
-    batch = _batch_shape(views)
+    x = _view("a", a)
+    y = _view("b", b)
+    z = _view("c", c)
+    batch = _batch_shape(x.shape, y.shape, z.shape)
     library = library_of(a)
-    for name in ("a", "b"):
-        _check_values(name, views[name].ndarray(), name_of_format)
+    _check_values("a", x.ndarray(), name_of_format)
+    _check_values("b", y.ndarray(), name_of_format)
     target = library.allocate((*batch, x.shape[-2], y.shape[-1]), DType.FLOAT32, CPU, a)
     target.ndarray()[...] = multiply(x.ndarray(), y.ndarray(), z.ndarray(), model)
     return library.wrap(target.owner, a, b, c)
@@ -110,21 +119,20 @@ def _view(name: str, x: Any) -> ArrayView:
     return view
 
 
-def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
-    shapes = {name: view.shape for name, view in views.items()}
-    a, b, c = shapes.values()
-    described = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    if min(map(len, shapes.values())) < 2 or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
+def _batch_shape(a: Shape, b: Shape, c: Shape) -> Shape:
+    described = f"a {a}, b {b}, c {c}"
+    if min(len(a), len(b), len(c)) < 2 or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
         raise ShapeError(f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {described}")
     try:
-        return np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
+        return np.broadcast_shapes(a[:-2], b[:-2], c[:-2])
     except ValueError:
         raise ShapeError(f"the batches do not broadcast: the shapes are {described}") from None
 
 
 def _check_values(name: str, x: Any, fmt: str) -> None:
     with np.errstate(all="ignore"):
-        wrong = np.argwhere((rounded(x, np.dtype(np.float32), FORMATS[fmt]) != x) & ~np.isnan(x))
+        is_changed = rounded(x, np.dtype(np.float32), FORMATS[fmt]) != x
+    wrong = np.argwhere(is_changed & ~np.isnan(x))
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is not a {fmt} number; round the operands first")

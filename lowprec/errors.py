@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ __all__ = [
     "LowprecError",
     "LowprecWarning",
     "ModeError",
+    "SettingError",
     "ShapeError",
     "SparsityError",
     "UnsupportedError",
@@ -30,15 +32,45 @@ def quoted(value: object) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001 - the caller's own class may raise anything
         return f"<{type(value).__name__}>"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
+    return text
+
+
+#: Words of other libraries, and the names for them here, the first choice first.
+_WORDS = """
+fp4 float4 f4 nf4 e2m1 fp4_e2m1 f4_e2m1 float4_e2m1 float4_e2m1fn float4_e2m1fn_x2: nvfp4
+int4 uint4 s4 u4 i4 w4a16 q4_0: int4 nvfp4
+fp6 float6 f6 e2m3 e3m2 mxfp6: mxfp8
+fp8 float8 f8 e4m3 e4m3fn fp8_e4m3 fp8_e4m3fn f8_e4m3 float8_e4m3 float8_e4m3fn: fp8 float8_e4m3fn
+e5m2 fp8_e5m2 f8_e5m2 float8_e5m2: fp8_e5m2 float8_e5m2 fp8
+s8 i8 w8a8 q8_0: int8
+fp16 half f16: fp16 float16
+bf16 bfloat: bf16 bfloat16
+fp32 single float f32: fp32 float32
+fp64 double f64: fp64 float64
+volta v100 sm_70 7.0: volta v100
+ampere a100 a100-40gb sm_80 8.0: ampere a100
+ada l4 l40s rtx-4090 sm_89 8.9: ada l4
+hopper h100 h200 gh200 sm_90 9.0: hopper h100
+blackwell b200 sm_100 10.0: blackwell b200
+int16 int32 int64 uint8 uint16 uint32 uint64 float128:
+"""
+_MEANT = {word: names.split() for words, names in re.findall("(.+):(.*)", _WORDS) for word in words.split()}
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """Return a suggestion to append to a message, "" if no name is similar to the value."""
     from difflib import get_close_matches
 
-    similar = get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else ()
-    return f"; did you mean {similar[0]!r}?" if similar else ""
+    word = value.lower() if isinstance(value, str) else ""
+    known = {name.lower(): name for name in names}
+    similar = get_close_matches(word, known, n=1)
+    if word in _MEANT:
+        similar = [x for x in _MEANT[word] if x in known]
+    if not similar:
+        return ""
+    return f"; did you mean {known[similar[0]]!r}?"
 
 
 class LowprecError(Exception):
@@ -58,7 +90,9 @@ class LowprecError(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
-        return message if self.argument is None else f"{self.argument}: {message}"
+        if self.argument is None:
+            return message
+        return f"{self.argument}: {message}"
 
 
 class ArrayError(LowprecError, TypeError):
@@ -105,7 +139,17 @@ class DeviceError(LowprecError, ValueError):
     places: dict[str, object] | None = None  # the devices of two arrays, by the names of these
 
 
-class ModeError(LowprecError, ValueError):
+class SettingError(LowprecError, ValueError):
+    """An illegal value of an argument that is not an array.
+
+    >>> import lowprec
+    >>> lowprec.emulate("turing")
+    Traceback (most recent call last):
+    lowprec.errors.SettingError: the tensor cores of architecture 'turing' are not emulated; ...
+    """
+
+
+class ModeError(SettingError):
     """An unknown math mode, or an ``rtol`` that no mode meets.
 
     >>> import lowprec
@@ -138,9 +182,10 @@ class UnsupportedError(LowprecError, NotImplementedError):
     """Legal arguments that this version or this device does not support.
 
     >>> import lowprec
-    >>> lowprec.emulate("turing")
+    >>> a = lowprec.ShapeDtype((2, 2), "int8")
+    >>> lowprec.plan(a, a, activation="gelu")
     Traceback (most recent call last):
-    lowprec.errors.UnsupportedError: the tensor cores of architecture 'turing' are not emulated; ...
+    lowprec.errors.UnsupportedError: activation gelu cannot be used with int8 operands, ...
     """
 
 
@@ -182,6 +227,7 @@ def warn(text: str, once: str = "") -> None:
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
         frame = frame.f_back
-    line, names = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals
+    names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, LowprecWarning, *line, names.get("__name__"), registry)
+    file = frame.f_code.co_filename
+    warnings.warn_explicit(text, LowprecWarning, file, frame.f_lineno, names.get("__name__"), registry)

@@ -74,7 +74,7 @@ FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
 FLOAT8_E8M0FNU = NumberFormat("float8_e8m0fnu", 1, -127, 127, 2.0**127, has_infinity=False)  # powers of two, unsigned
 FLOAT4_E2M1FN = NumberFormat("float4_e2m1fn", 2, 0, 2, 6.0, has_infinity=False)  # without NaN
 INT8 = NumberFormat("int8", 7, 0, 6, 127.0, has_infinity=False)  # with a scale: symmetric integers
-#: Integers as codes, all of which are subnormal numbers with a spacing of 1.
+#: int8 and int4: spacing 1, no exponent.
 INT8_CODES = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
 INT4_CODES = NumberFormat("int4", 4, 3, 2, 7.0, has_infinity=False)
 UINT4_CODES = NumberFormat("uint4", 5, 4, 3, 15.0, has_infinity=False)
@@ -96,6 +96,9 @@ class BlockFormat:
     is_stored: bool = True  # whether :func:`lowprec.quantize` knows it
     is_mode: bool = True
     square: bool = False  # whether blocks of ``b`` have as many vectors as elements along the axis
+    #: If cuBLASLt multiplies two operands by their codes: name in ``cublasLtMatmulMatrixScale_t``, type of the codes.
+    scale_mode: str = ""
+    cuda_data_type: int = 0
 
     @property
     def has_float_scales(self) -> bool:
@@ -109,7 +112,9 @@ class BlockFormat:
 
     def of_length(self, length: int) -> BlockFormat:
         """Return the format with the blocks of an axis of this length."""
-        return replace(self, block=max(length, 1)) if self.block == WHOLE else self
+        if self.block == WHOLE:
+            return replace(self, block=max(length, 1))
+        return self
 
     def stored_bytes(self, shape: tuple[int, ...], axis: int) -> int:
         """Return the bytes of codes and scales of an array with blocks along an axis."""
@@ -131,10 +136,15 @@ NARROW = (
     BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
     BlockFormat("fp8_rows", FLOAT8_E4M3FN, 8, WHOLE, FLOAT32, has_scale=False),
     BlockFormat("fp8_blocks", FLOAT8_E4M3FN, 8, 128, FLOAT32, has_scale=False, is_stored=False, square=True),
-    BlockFormat("mxfp8", FLOAT8_E4M3FN, 8, 32, FLOAT8_E8M0FNU, has_scale=False),
+    BlockFormat(
+        "mxfp8", FLOAT8_E4M3FN, 8, 32, FLOAT8_E8M0FNU, has_scale=False, scale_mode="VEC32_UE8M0", cuda_data_type=28
+    ),
     BlockFormat("mxfp4", FLOAT4_E2M1FN, 4, 32, FLOAT8_E8M0FNU, has_scale=False),
-    BlockFormat("nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True),
+    BlockFormat(
+        "nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True, scale_mode="VEC16_UE4M3", cuda_data_type=33
+    ),
     BlockFormat("int8", INT8_CODES, 8, WHOLE, FLOAT32, has_scale=False),
+    BlockFormat("int8_blocks", INT8_CODES, 8, 32, FLOAT32, has_scale=False, is_stored=False),
     BlockFormat("int4", INT4_CODES, 4, 64, FLOAT32, has_scale=False, is_mode=False),
 )
 
@@ -151,7 +161,8 @@ class Blocks(NamedTuple):
 
 
 # Within class DType the names FLOAT32 and FLOAT64 are its members.
-_SINGLE, _DOUBLE = FLOAT32, FLOAT64
+_SINGLE = FLOAT32
+_DOUBLE = FLOAT64
 _C = ComputeType
 _FROM_8_BITS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
@@ -253,7 +264,9 @@ def dtype_from_name(name: str) -> DType:
 
 def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
     """Return the element type of a DLPack ``(code, bits, lanes)`` triple; raise :class:`DTypeError` if unknown."""
-    found = _BY_DLPACK.get((code, bits)) if lanes == 1 else None
+    found = None
+    if lanes == 1:
+        found = _BY_DLPACK.get((code, bits))
     if found is None:
         raise DTypeError(
             f"DLPack type (code {code}, bits {bits}, lanes {lanes}) is not supported; supported: {operand_names()}"

@@ -1,7 +1,7 @@
 """Math modes: the rounding and splitting of float32 operands, as one table.
 
-A mode acts on single precision only (float32 and complex64), as cuBLAS's and JAX's do; ``fp64_emulated`` acts on
-float64 and complex128, modes that quantise on float32, bfloat16 and float16. The order of the table is the order of the
+A mode acts on float32 and complex64, as cuBLAS's and JAX's do; quantising modes also on float16 and bfloat16, but not
+on complex64, and ``fp64_emulated`` on float64 and complex128 alone. The order of the table is the order of the
 documentation; ``planning.bounds`` gives the guaranteed error of each.
 """
 
@@ -53,6 +53,7 @@ class MathMode(StrEnum):
     MXFP4 = "mxfp4"
     NVFP4 = "nvfp4"
     INT8 = "int8"
+    INT8_BLOCKS = "int8_blocks"
 
 
 #: A mode with its details.
@@ -254,12 +255,16 @@ def row(mode: Mode) -> ModeRow:
 
 def rules_of(mode: Mode) -> tuple[recipes.Rule, recipes.Rule]:
     """Return how a mode that quantises rounds ``a`` and ``b``."""
-    return recipes.FORMATS[mode] if isinstance(mode, MathMode) else mode.rules
+    if isinstance(mode, MathMode):
+        return recipes.FORMATS[mode]
+    return mode.rules
 
 
 def of_pass(mode: Mode, product: recipes.Pass) -> Mode:
     """Return the mode of one of the three products of a layer."""
-    return mode if isinstance(mode, MathMode) else mode.of(product)
+    if isinstance(mode, MathMode):
+        return mode
+    return mode.of(product)
 
 
 def available_modes() -> tuple[MathMode, ...]:
@@ -283,6 +288,9 @@ def parse_mode(name: str | Mode, what: str = "math_mode") -> Mode:
     if isinstance(name, Recipe):  # a recipe without details is its mode
         found = _BY_NAME.get(str(name)) or name
     if found is None:
+        if callable(name):  # a model or a function
+            kind = type(name).__name__
+            raise ModeError(f'{what} is a {kind}, not a math mode; call it in a block: with intercept("bf16"): ...')
         similar = did_you_mean(name, _BY_NAME)
         raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}{similar}")
     return found
@@ -292,12 +300,15 @@ def parse_mode(name: str | Mode, what: str = "math_mode") -> Mode:
 ModeName: TypeAlias = Literal[
     "fp32", "fp32_pedantic", "fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp16x3", "fp16x4",
     "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "fp8", "fp8_rows",
-    "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8", "float32", "default", "highest", "ieee", "float64", "pedantic",
-    "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x", "bfloat16_6x", "float16", "F32_F32_F32",
-    "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6",
-    "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
+    "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8", "int8_blocks", "float32", "default", "highest", "ieee", "float64",
+    "pedantic", "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x", "bfloat16_6x", "float16",
+    "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3",
+    "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
 ]  # fmt: skip
 BoundName: TypeAlias = Literal["guaranteed", "probable"]
 ActivationName: TypeAlias = Literal["relu", "gelu"]
 ArchitectureName: TypeAlias = Literal["volta", "ampere", "ada", "hopper", "blackwell"]
 # end of generated
+
+#: A mode as an argument.
+ModeLike: TypeAlias = ModeName | Mode

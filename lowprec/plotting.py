@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec.errors import UnsupportedError, quoted
+from lowprec.errors import SettingError, UnsupportedError, quoted
 from lowprec.util.atomic import write_file
 
-PAPER, INK, GRID = "#ffffff", "#1f2328", "#d7dbe0"
+PAPER = "#ffffff"
+INK = "#1f2328"
+GRID = "#d7dbe0"
 
 #: Distinct with every kind of colour vision.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8a5a00", "#a0468a", "#6ca6d9", "#4c4c4d")
@@ -22,11 +24,24 @@ _MOST_ROWS = 24
 
 #: matplotlib's settings. Fixed identifiers, and text as text: equal figures give equal SVG files.
 STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "lowprec", "font.size": 9, "legend.fontsize": 9, "legend.frameon": False,
-    "axes.axisbelow": True, "grid.color": GRID, "lines.linewidth": 1, "lines.markersize": 5,
-    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), PAPER),
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lowprec",
+    "font.size": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "lines.linewidth": 1,
+    "lines.markersize": 5,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 
 
 def figure(
@@ -55,16 +70,19 @@ def points(panel: Any, places: Mapping[str, tuple[float, float]], **style: Any) 
 
 
 def first(names: Sequence[str]) -> tuple[Sequence[str], str]:
-    """Return the names of layers that a figure has room for, and a note for its title if there are more."""
+    """Return the names that a figure has space for, and a note for its title if there are more."""
     shown = names[:_MOST_ROWS]
-    return shown, f" (first {len(shown)} of {len(names)} layers)" if len(shown) < len(names) else ""
+    if len(shown) == len(names):
+        return shown, ""
+    return shown, f" (first {len(shown)} of {len(names)})"
 
 
 def bars(panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
     """Draw a horizontal bar for each name, of one part for each series."""
     left = [0.0] * len(names)
-    for (label, widths), colour in zip(series.items(), COLOURS, strict=False):
-        panel.barh(range(len(names)), widths, left=left, height=0.7, color=colour, label=label)
+    rows = range(len(names))
+    for number, (label, widths) in enumerate(series.items()):
+        panel.barh(rows, widths, left=left, height=0.7, color=COLOURS[number], label=label)
         left = [x + y for x, y in zip(left, widths, strict=True)]
     panel.set_xlim(0, 1.05 * max(left, default=1))
     _name_rows(panel, names)
@@ -72,48 +90,59 @@ def bars(panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float]]
 
 def dots(panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
     """Draw a point for each name and series on a logarithmic scale, which omits zeros."""
+    exponents = []
     for number, (label, values) in enumerate(series.items()):
         panel.plot(values, range(len(names)), linestyle="", label=label, **marked(number))
-    exponents = [math.log10(x) for values in series.values() for x in values if 0 < x < math.inf] or [0.0]
+        exponents += [math.log10(x) for x in values if 0 < x < math.inf]
+    lowest = min(exponents, default=0.0) - 0.05
+    highest = max(exponents, default=0.0) + 0.05
     panel.set_xscale("log")
-    panel.set_xlim(10 ** math.floor(min(exponents) - 0.05), 10 ** math.ceil(max(exponents) + 0.05))
+    panel.set_xlim(10 ** math.floor(lowest), 10 ** math.ceil(highest))
     panel.minorticks_off()
     _name_rows(panel, names)
 
 
 def _name_rows(panel: Any, names: Sequence[str]) -> None:
     """Write names from the top to the bottom; long ones without their middle."""
-    panel.set_yticks(range(len(names)), [name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}" for name in names])
+    panel.set_yticks(range(len(names)), [_shortened(name) for name in names])
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.grid()
 
 
+def _shortened(name: str) -> str:
+    if len(name) <= 40:
+        return name
+    return f"{name[:18]}...{name[-19:]}"
+
+
 def legend(of: Any, panel: Any, **how: Any) -> None:
     """Add the legend of one panel to a figure, outside of the panels."""
-    of.legend(*panel.get_legend_handles_labels(), **{"loc": "outside lower center", "ncols": 4, **how})
+    how = {"loc": "outside lower center", "ncols": 4, **how}
+    of.legend(*panel.get_legend_handles_labels(), **how)
 
 
 def image_format(path: str | os.PathLike[str]) -> str:
-    """Return the image format of a path, by its suffix; raise UnsupportedError if it cannot be drawn."""
+    """Return the image format of a path, by its suffix; raise SettingError for an unknown one."""
     try:
         bases: Any = importlib.import_module("matplotlib.backend_bases")
     except ModuleNotFoundError:
         raise UnsupportedError(
             "plot needs matplotlib, which is not installed: pip install matplotlib, or lowprec with its extra plot"
         ) from None
-    suffix, known = Path(path).suffix.lower().removeprefix("."), bases.FigureCanvasBase.get_supported_filetypes()
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    known = bases.FigureCanvasBase.get_supported_filetypes()
     if suffix not in known:
-        raise UnsupportedError(
-            f"plot writes {', '.join(known)}, chosen by the suffix of the path, got {quoted(os.fspath(path))}"
-        )
+        names = ", ".join(known)
+        raise SettingError(f"plot writes {names}, chosen by the suffix of the path, got {quoted(os.fspath(path))}")
     return suffix
 
 
 def image(draw: Callable[[], Any], kind: str) -> bytes:
     matplotlib: Any = importlib.import_module("matplotlib")
     file = io.BytesIO()
+    dateless = {"metadata": {"Date": None}} if kind == "svg" else {}
     with matplotlib.rc_context(STYLE):
-        draw().savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        draw().savefig(file, format=kind, dpi=150, **dateless)
     return file.getvalue()
 
 
@@ -122,20 +151,11 @@ def write(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
     write_file(path, image(draw, image_format(path)))
 
 
-class Drawable:
-    """Base class of results with a figure."""
-
-    __slots__ = ()
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the figure and write it to a file, atomically; the path's suffix is the image format.
-
-        Raises
-        ------
-        UnsupportedError
-            matplotlib is not installed, or does not support the format.
-        """
-        write(path, self._figure)
-
-    def _figure(self) -> Any:
-        raise NotImplementedError
+def bar_figure(title: str, names: Sequence[str], series: Mapping[str, Sequence[float]], label: str) -> Any:
+    """Return a figure of horizontal bars, one for each name."""
+    shown, note = first(names)
+    drawn, ((panel,),) = figure(1.6 + 0.22 * len(shown))
+    bars(panel, shown, {name: values[: len(shown)] for name, values in series.items()})
+    panel.set(xlabel=label, title=title + note)
+    legend(drawn, panel)
+    return drawn

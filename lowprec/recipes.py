@@ -6,7 +6,7 @@ A format is a row of ``FORMATS``. Its rule states the elements, the scales and t
 from __future__ import annotations
 
 import operator
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -37,7 +37,16 @@ class Rule(NamedTuple):
     @property
     def number_format(self) -> NumberFormat | None:
         """The format of the elements; None for integers."""
-        return None if self.elements == "int8" else formats.ELEMENTS[self.elements]
+        if self.elements == "int8":
+            return None
+        return formats.ELEMENTS[self.elements]
+
+    @property
+    def codes(self) -> str:
+        """Name of the format of integers in blocks to which the rule rounds; empty if it is none."""
+        if self.block[0] > 1:
+            return ""
+        return _CODES.get((self.elements, self.block_scale), "")
 
     @property
     def is_stochastic(self) -> bool:
@@ -45,7 +54,9 @@ class Rule(NamedTuple):
 
     def drawn(self, draw: int, operand: int) -> Rule:
         """Return the rule with the stream of random numbers of an operand, 0 or 1, of a product (`Recipe.draw`)."""
-        return self._replace(stream=2 * draw + operand) if self.is_stochastic else self
+        if not self.is_stochastic:
+            return self
+        return self._replace(stream=2 * draw + operand)
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -54,20 +65,34 @@ class Rule(NamedTuple):
     @property
     def marks_elements(self) -> bool:
         """Whether a number that is not finite becomes NaN alone, and not its whole block or vector."""
-        return self.elements != "int8" and (self.scaling != "block" or self.block_scale == "float32")
+        has_wide_scales = self.scaling != "block" or self.block_scale == "float32"
+        return self.elements != "int8" and has_wide_scales
 
     def __str__(self) -> str:
         """Return the format as a phrase."""
         text = self.elements.upper().replace("INT", "int")
-        if self.scaling == "block":
-            size = f"{self.block[1]} along k" if self.block[0] == 1 else "{} x {}".format(*self.block)
-            text += f" in blocks of {size} with {_SCALES[self.block_scale]}"
+        vectors, length = self.block
+        if self.scaling == "tensor":
+            text += ", one float32 scale"
+        elif self.scaling == "vector":
+            text += ", a float32 scale per vector along k"
+        elif vectors == 1:
+            text += f" in blocks of {length} along k with {_SCALES[self.block_scale]}"
         else:
-            text += ", one float32 scale" if self.scaling == "tensor" else ", a float32 scale per vector along k"
-        text += f", after a Hadamard transform of {self.hadamard}" * (self.hadamard > 0)
-        return text + ", rounded stochastically" * self.is_stochastic
+            text += f" in blocks of {vectors} x {length} with {_SCALES[self.block_scale]}"
+        if self.hadamard:
+            text += f", after a Hadamard transform of {self.hadamard}"
+        if self.is_stochastic:
+            text += ", rounded stochastically"
+        return text
 
 
+_CODES = {
+    ("e2m1", "floor"): "mxfp4",
+    ("e2m1", "rceil"): "mxfp4",
+    ("e2m1", "e4m3"): "nvfp4",
+    ("int8", "float32"): "int8_blocks",
+}
 _SCALES = {
     "floor": "powers of two as scales",
     "rceil": "powers of two, rounded up, as scales",
@@ -81,11 +106,15 @@ _BLOCK_SCALES = {formats.FLOAT8_E8M0FNU: "floor", formats.FLOAT8_E4M3FN: "e4m3",
 
 def _rules_of(row: BlockFormat, elements: str) -> tuple[Rule, Rule]:
     """Return the rules of ``a`` and ``b`` for a format, with elements of this name."""
-    if row.scales is None or row.block == formats.WHOLE:
-        rule = Rule(elements, "tensor" if row.scales is None else "vector")
-        return rule, rule
-    rule = Rule(elements, "block", (1, row.block), _BLOCK_SCALES[row.scales])
-    return rule, rule._replace(block=(row.block, row.block)) if row.square else rule
+    if row.scales is None:
+        rule = Rule(elements, "tensor")
+    elif row.block == formats.WHOLE:
+        rule = Rule(elements, "vector")
+    else:
+        rule = Rule(elements, "block", (1, row.block), _BLOCK_SCALES[row.scales])
+    if row.square:
+        return rule, rule._replace(block=(row.block, row.block))
+    return rule, rule
 
 
 _MODES = {row.name: row for row in formats.NARROW if row.is_mode}
@@ -121,7 +150,8 @@ class Recipe:
     ----------
     forward : str or pair of str
         Format of both operands, or those of ``a`` and ``b``: ``"fp8"``, ``"fp8_rows"``, ``"fp8_blocks"``, ``"mxfp8"``,
-        ``"mxfp4"``, ``"nvfp4"``, ``"int8"``, or one of the first four with E5M2 elements (``"fp8_e5m2"``).
+        ``"mxfp4"``, ``"nvfp4"``, ``"int8"``, ``"int8_blocks"``, or one of the first four with E5M2 elements
+        (``"fp8_e5m2"``).
     grad_input, grad_weight : str or pair of str, optional
         Formats of the products of the backward pass; by default those of ``forward``.
     scale_rule : {"floor", "rceil"}
@@ -188,9 +218,12 @@ class Recipe:
         if self.seed is None and (self.rounding != "nearest" or self.hadamard):
             measure = "a Hadamard transform" if self.hadamard else "stochastic rounding"
             raise ModeError(f"a recipe with {measure} needs a seed; pass seed=")
+        value = _text(self.forward)
         given = ",".join(f"{name}={_text(x)}" for name, x in self._given())
+        if given:
+            value = f"{value}({given})"
         # An attribute, because PyTorch's compiler reads it.
-        object.__setattr__(self, "value", f"{_text(self.forward)}({given})" if given else _text(self.forward))
+        object.__setattr__(self, "value", value)
 
     @classmethod
     def fp8_training(cls) -> Recipe:
@@ -221,17 +254,23 @@ class Recipe:
 
     def at(self, step: int | None = None, layer: int | None = None) -> Recipe:
         """Return the recipe for a step and a layer, each with its random numbers."""
-        return replace(self, step=self.step if step is None else step, layer=self.layer if layer is None else layer)
+        if step is None:
+            step = self.step
+        if layer is None:
+            layer = self.layer
+        return replace(self, step=step, layer=layer)
 
     def of(self, product: Pass) -> Recipe:
         """Return the recipe of one of the three products."""
-        return self if product == self.product else replace(self, product=product)
+        if product == self.product:
+            return self
+        return replace(self, product=product)
 
     @property
     def base(self) -> str:
         """Name of the mode of ``a`` in the forward product."""
-        name = self.forward if isinstance(self.forward, str) else self.forward[0]
-        return name.removesuffix("_e5m2")
+        name, _ = _pair(self.forward)
+        return str(name).removesuffix("_e5m2")
 
     @property
     def draw(self) -> int:
@@ -246,14 +285,18 @@ class Recipe:
     @property
     def plannable(self) -> Recipe:
         """The recipe without step and layer, on which no plan depends."""
-        return replace(self, step=0, layer=0) if self.step or self.layer else self
+        if self.step or self.layer:
+            return replace(self, step=0, layer=0)
+        return self
 
     def _given(self) -> list[tuple[str, Any]]:
-        named = ((f, getattr(self, f.name)) for f in fields(self)[1:])
-        return [(f.name, x) for f, x in named if f.default is not MISSING and x != f.default]
+        _, *optional = fields(self)
+        named = [(f.name, getattr(self, f.name), f.default) for f in optional]
+        return [(name, value) for name, value, default in named if value != default]
 
     def __repr__(self) -> str:
-        return f"Recipe({', '.join([repr(self.forward), *(f'{name}={x!r}' for name, x in self._given())])})"
+        given = [f"{name}={x!r}" for name, x in self._given()]
+        return f"Recipe({', '.join([repr(self.forward), *given])})"
 
     def __str__(self) -> str:
         return self.value
@@ -263,9 +306,10 @@ class Recipe:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ("x" if isinstance(value[0], int) else "/").join(map(str, value))
-    return str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    mark = "x" if isinstance(value[0], int) else "/"
+    return mark.join(map(str, value))
 
 
 @cache
@@ -286,7 +330,15 @@ def parse_recipe(text: str) -> Recipe:
 
 def _names(text: str) -> Any:
     names = tuple(text.split("/"))
-    return names[0] if len(names) == 1 else names
+    if len(names) == 1:
+        return text
+    return names
+
+
+def _pair(names: Any) -> Any:
+    if isinstance(names, str):
+        return names, names
+    return names
 
 
 _READERS: dict[str, Any] = {
@@ -302,7 +354,7 @@ def _checked_pair(name: str, value: Any) -> Any:
     """Return a format, or a pair of two different ones; raise ModeError for others."""
     if value is None and name != "forward":
         return None
-    pair = (value, value) if isinstance(value, str) else value
+    pair = _pair(value)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ModeError(f"{name} of a recipe is a format or a pair of formats, got {quoted(value)}")
     for each in pair:
@@ -315,7 +367,9 @@ def _checked_pair(name: str, value: Any) -> Any:
     families = {x.removesuffix("_e5m2") for x in (a, b)}
     if len(families) > 1 and not families.isdisjoint(_ALONE):
         raise ModeError(f"{name} of a recipe: {a} and {b} cannot be multiplied; {' and '.join(_ALONE)} need one format")
-    return a if a == b else (a, b)
+    if a == b:
+        return a
+    return a, b
 
 
 #: Formats whose products are with the same format alone.
@@ -341,19 +395,21 @@ _WEIGHTS = {"forward": (False, True), "grad_input": (False, True), "grad_weight"
 
 @cache
 def _rules(recipe: Recipe) -> tuple[Rule, Rule]:
-    names = getattr(recipe, recipe.product) or recipe.forward
-    pair = (names, names) if isinstance(names, str) else names
-    seed, block = recipe.seed or 0, recipe.weight_block if recipe.knows_weight else None
-    found = []
-    for i in range(2):
-        rule = FORMATS[pair[i]][i]
-        if rule.block_scale == "floor":
-            rule = rule._replace(block_scale=recipe.scale_rule)
-        if block and rule.block_scale == "e4m3" and _WEIGHTS[recipe.product][i]:
-            rule = rule._replace(block=block)
-        if recipe.rounding == "stochastic" or (recipe.rounding != "nearest" and _GRADIENTS[recipe.product][i]):
-            rule = rule._replace(rounding="stochastic", seed=seed)
-        if recipe.product == "grad_weight" and recipe.hadamard:
-            rule = rule._replace(hadamard=recipe.hadamard, seed=seed)
-        found.append(rule)
-    return found[0], found[1]
+    a, b = _pair(getattr(recipe, recipe.product) or recipe.forward)
+    return _refined(FORMATS[a][0], recipe, 0), _refined(FORMATS[b][1], recipe, 1)
+
+
+def _refined(rule: Rule, recipe: Recipe, operand: int) -> Rule:
+    """Return the rule of a format with the settings of a recipe for operand 0 or 1."""
+    seed = recipe.seed or 0
+    is_gradient = _GRADIENTS[recipe.product][operand]
+    is_weight = recipe.knows_weight and _WEIGHTS[recipe.product][operand]
+    if rule.block_scale == "floor":
+        rule = rule._replace(block_scale=recipe.scale_rule)
+    if is_weight and recipe.weight_block and rule.block_scale == "e4m3":
+        rule = rule._replace(block=recipe.weight_block)
+    if recipe.rounding == "stochastic" or (recipe.rounding == "stochastic_gradients" and is_gradient):
+        rule = rule._replace(rounding="stochastic", seed=seed)
+    if recipe.product == "grad_weight" and recipe.hadamard:
+        rule = rule._replace(hadamard=recipe.hadamard, seed=seed)
+    return rule

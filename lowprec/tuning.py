@@ -6,25 +6,30 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowprec import policy
+from lowprec import plotting
 from lowprec.backends import AlgorithmTiming, Arguments
 from lowprec.core import streams
 from lowprec.core.call import bind
 from lowprec.core.executors import look_up
-from lowprec.errors import ArrayError, UnsupportedError, quoted
-from lowprec.modes import ActivationName, MathMode, ModeName, Recipe
+from lowprec.core.keywords import OF_PRODUCTS, ProductOptions, refuse_unknown, shows
+from lowprec.core.tolerance import mode_of
+from lowprec.errors import ArrayError, SettingError, quoted
 from lowprec.planning.rendering import title
-from lowprec.util.tables import Table, plain_text
+from lowprec.report import Report
+from lowprec.util.tables import Table
 from lowprec.util.tracing import uncompiled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: cuBLASLt rarely returns more distinct algorithms.
 MOST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class AutotuneResult:
+class AutotuneResult(Report):
     """The result of :func:`autotune`; ``print`` shows it as a table."""
 
     product: str  #: Element types and shapes.
@@ -40,37 +45,38 @@ class AutotuneResult:
     @property
     def speedup(self) -> float:
         """Time of the library's first choice over that of the selected algorithm."""
-        return self._first_choice.median_ms / self.timed[0].median_ms if self.timed else 1.0
+        if not self.timed:
+            return 1.0
+        return self._first_choice.median_ms / self.timed[0].median_ms
 
-    def __str__(self) -> str:
+    def tables(self) -> list[Table]:
         title = f"{self.product} on {self.device}"
         if not self.timed:
-            return f"{title}: nothing to choose, the device has one algorithm"
+            return [Table(f"{title}: nothing to choose, the device has one algorithm", ())]
         first = self._first_choice.median_ms
         rows = [(str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm) for entry in self.timed]
         rows[0] = (*rows[0][:2], f"{rows[0][2]}  (chosen)")
-        return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
+        return [Table(title, (">rank", ">time / first choice", "algorithm"), rows)]
+
+    def figure(self) -> Any:
+        names = [f"{entry.rank}: {entry.algorithm}" for entry in self.timed]
+        times = {"median of one product": [entry.median_ms for entry in self.timed]}
+        return plotting.bar_figure(f"{self.product} on {self.device}", names, times, "ms")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**Report.to_dict(self), "speedup": self.speedup}
 
 
 @uncompiled
+@shows(ProductOptions)
 def autotune(
     a: Any,
     b: Any,
     /,
     *,
-    out: Any = None,
-    c: Any = None,
-    alpha: complex = 1.0,
-    beta: complex = 0.0,
-    bias: Any = None,
-    activation: ActivationName | None = None,
-    out_dtype: Any = None,
-    math_mode: ModeName | MathMode | Recipe | None = None,
-    k_chunk: int | None = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
     candidates: int = 32,
     progress: Callable[[int, int], None] | None = None,
+    **keywords: Unpack[ProductOptions],
 ) -> AutotuneResult:
     """Measure cuBLASLt's algorithms for a product; later products use the fastest.
 
@@ -81,8 +87,10 @@ def autotune(
 
     Parameters
     ----------
-    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, k_chunk, scale_a, scale_b
+    a, b, out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`. ``out`` is not written; its strides matter.
+    backward_mode
+        Ignored.
     candidates : int
         Number of algorithms to try, from 1 to 256.
     progress : callable, optional
@@ -96,7 +104,7 @@ def autotune(
     ------
     LowprecError
         As for ``matmul``; if no algorithm runs, the first one's error.
-    UnsupportedError
+    SettingError
         ``candidates`` is out of range.
     TypeError
         ``candidates`` is not an integer.
@@ -110,15 +118,17 @@ def autotune(
     1.0
     """
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
-        raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
-    call = bind(
-        a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
-        k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
-    )  # fmt: skip
+        raise SettingError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
+    refuse_unknown("autotune", keywords, OF_PRODUCTS)
+    call = bind(a, b, **keywords)
+    resolved = mode_of(call, keywords.get("math_mode"), keywords.get("rtol"), keywords.get("bound"))
     if call.delegate is not None:
         raise ArrayError(call.delegate.why)
-    library, x, y, options = call.library, call.x, call.y, call.options
-    entry = look_up(policy.resolve(math_mode), x, y, options, observed=False)
+    library = call.library
+    x = call.x
+    y = call.y
+    options = call.options
+    entry = look_up(resolved, x, y, options, observed=False)
     backend = entry.backend
     timed: list[AlgorithmTiming] = []
 

@@ -15,7 +15,7 @@ _OTHERS = {
     "MLX_ENABLE_TF32",
 }
 #: Kept: the variables that select the machine of the CUDA tests, and a lesser CPU for all tests.
-_KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_VECTORS", "LOWPREC_MAX_CPU_ISA"}
+_KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_KERNELS", "LOWPREC_TEST_VECTORS", "LOWPREC_MAX_CPU_ISA"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]

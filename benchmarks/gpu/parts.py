@@ -18,34 +18,46 @@ from typing import Any, TypeVar
 
 import common
 
-#: Seconds for all parts together, and the share of its limit after which a part should end by itself.
-TOTAL_S, GRACE = 450.0, 0.9
+#: Seconds for all parts of a run together, less than the ten minutes for which a machine may be lent, and the share of
+#: its limit after which a part should end by itself.
+TOTAL_S, GRACE = 580.0, 0.9
 #: Set by a signal: the running part is stopped, and no other begins.
 INTERRUPTED = threading.Event()
 
-#: By part: seconds after which it is stopped, its module under `gpu`, and its question. A GPU may be available for
-#: minutes, so that they are in the order of their value: first the questions that nothing else answers, then those of
-#: numerics, the tests, and the claims.
+#: By part: seconds after which it is stopped, its module under `gpu`, and its question.
 MEASUREMENTS = {
-    "device": (45, "device", "Which machine, which versions?"),
-    "limits": (60, "correctness", "Are long leading dimensions and 2^31 elements right?"),
-    "override": (15, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
-    "override-0": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
-    "override-1": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=1?"),
-    "rounding": (20, "numerics", "How does FAST_TF32 round its operands?"),
-    "accumulation": (20, "numerics", "How are sums rounded: of tensor cores, of a split inner dimension?"),
+    "device": (40, "device", "Which machine, which versions?"),
+    "smoke": (60, "smoke", "Does each feature work at all?"),
+    "compiling": (50, "compiling", "Are all kernels compiled, into the cache of the other parts?"),
     "accuracy": (55, "correctness", "Is every error within the plan's bound?"),
-    "host": (40, "host", "How long is the host busy with a small product?"),
-    "speed": (60, "speed", "How fast compared with PyTorch?"),
-    "splits": (40, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
+    "override": (12, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
+    "override-0": (12, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
+    "override-1": (12, "numerics", "What with NVIDIA_TF32_OVERRIDE=1?"),
+    "rounding": (15, "numerics", "How does FAST_TF32 round its operands?"),
+    "accumulation": (30, "numerics", "How are sums rounded: of tensor cores, of a split inner dimension?"),
+    "quantizing": (40, "speed", "How exact and how fast are the modes that quantise, compared with bf16?"),
+    "host": (30, "host", "How long is the host busy with a small product?"),
+    "speed": (150, "speed", "How fast compared with PyTorch?"),
+    "splits": (55, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
+    "formats": (80, "speed", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
     "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
-    "formats": (60, "speed", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
-    "quantizing": (30, "speed", "How exact and how fast are the modes that quantise, compared with bf16?"),
+    "limits": (60, "correctness", "Are long leading dimensions and 2^31 elements right?"),
 }
-#: The tests come before this measurement; seconds of one module of them, and of all.
-TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120
-#: Tests of the kernels alone take longest and show least: they come last.
-LAST_TESTS, LAST_TESTS_S = "test_kernels", 60
+#: Seconds of a module of tests, of some by name, and of those of the first run together.
+TESTS_S, TESTS_BY_NAME_S, ALL_TESTS_S = 50, {"test_programs": 90, "test_products": 80, "test_kernels": 90}, 220
+#: All other modules of tests.
+OTHER_TESTS = "test_*"
+#: The parts of two runs, in the order of their value: a GPU may be available for minutes. The second run has the time
+#: of the claims about speed; tests of the kernels alone show least.
+RUNS = {
+    "first": (
+        "device", "smoke", "compiling", "accuracy", "test_programs", "override", "override-0", "override-1", "rounding",
+        "accumulation", "test_cublas_handle", "test_products", OTHER_TESTS, "test_quantizing", "quantizing", "host",
+    ),
+    "second": ("device", "compiling", "speed", "splits", "formats", "ordering", "limits", "test_kernels"),
+}  # fmt: skip
+#: Measurements that run on the software CUDA, too, if the tests' variable asks for it.
+IN_SOFTWARE = ("smoke", "accuracy", "override", "override-0", "override-1", "rounding", "accumulation")
 #: Set to the rest of a part's name behind "-"; unset in other parts.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
@@ -53,14 +65,20 @@ Case = TypeVar("Case")
 Result = dict[str, Any]
 
 
+def run_order(run: str, tests: Iterable[str]) -> list[str]:
+    """Return the parts of a run, these modules of tests included, in the order in which they run."""
+    named = [name for names in RUNS.values() for name in names]
+    others = [test for test in tests if test not in named]
+    order: list[str] = []
+    for name in RUNS[run]:
+        order += others if name == OTHER_TESTS else [name]
+    return order
+
+
 def limits(tests: Iterable[str]) -> dict[str, float]:
-    """Return the seconds of each part, those of these modules of tests included, in the order in which they run."""
-    seconds_of: dict[str, float] = {}
-    for name, (seconds, *_) in MEASUREMENTS.items():
-        if name == TESTS_BEFORE:
-            seconds_of |= {test: TESTS_S for test in tests if test != LAST_TESTS}
-        seconds_of[name] = seconds
-    return seconds_of | ({LAST_TESTS: LAST_TESTS_S} if LAST_TESTS in tests else {})
+    """Return the seconds of each part, in the order of both runs."""
+    order = dict.fromkeys(name for run in RUNS for name in run_order(run, tests))
+    return {n: MEASUREMENTS[n][0] if n in MEASUREMENTS else TESTS_BY_NAME_S.get(n, TESTS_S) for n in order}
 
 
 def question(name: str) -> str:
@@ -201,7 +219,10 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 def state(result: Mapping[str, Any]) -> str:
     if result["not_run"]:
         return f"not run: {result['not_run']}"
-    judged = [row["ok"] for row in result["rows"] if row["ok"] is not None]
+    rows = result["rows"]
+    judged = [row["ok"] for row in rows if row["ok"] is not None]
     failed = judged.count(False)
-    words = f"{len(result['rows'])} rows, {f'{failed} of {len(judged)} FAILED' if failed else 'all well'}"
+    refused = sum(row["ok"] is None and bool(row.get("error")) for row in rows)
+    verdicts = [f"{failed} of {len(judged)} FAILED"] * bool(failed) + [f"{refused} with an ERROR"] * bool(refused)
+    words = ", ".join([f"{len(rows)} rows", *(verdicts or ["all well" if judged else "none of them judged"])])
     return f"{result['error']}; {words}" if result["error"] else words

@@ -20,9 +20,11 @@ from lowprec.formats import ComputeType, dtype_from_name
 #: `cublasComputeType_t`, with those that lowprec does not use.
 COMPUTE = {**{kind.name: kind.value for kind in ComputeType}, "COMPUTE_32F_FAST_16F": 74, "COMPUTE_32F_FAST_16BF": 75}
 
-#: The legacy default stream.
-STREAM = 1
+#: The legacy default stream, by the handle that cuBLASLt accepts: it refuses CUDA's other handle, 1.
+STREAM = 0
 WORKSPACE_BYTES = 32 << 20
+#: Algorithms that are tried: the first one of a search fails now and then when it runs.
+_TRIED = 8
 #: Sums of split products stay in the compute type.
 FULL_REDUCTIONS = ("INPLACE", "COMPUTE_TYPE")
 
@@ -68,7 +70,7 @@ class LtProduct:
         self.nbytes = m * n * self.out_dtype.itemsize
         self._first, self._second = upload(b), upload(a)
         self._d = runtime.allocate(self.nbytes)
-        attributes = {"TRANSA": 0, "TRANSB": 0, "EPILOGUE": int(libraries.cublas_lt.Epilogue.DEFAULT)}
+        attributes = {"TRANSA": 0, "TRANSB": 0, "EPILOGUE": int(libraries.libraries().cublas_lt.Epilogue.DEFAULT)}
         operation = bindings.create("matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes)
 
         def layout(dtype: str, rows: int, columns: int) -> Any:
@@ -95,9 +97,19 @@ class LtProduct:
             self._d, c_layout, self._d, d_layout, data.ctypes.data, _workspace(),
             algorithm.workspace_bytes, STREAM,
         )  # fmt: skip
-        matmul = libraries.cublas_lt.matmul
+        matmul = libraries.libraries().cublas_lt.matmul
         # The default arguments hold the memory at these addresses.
         return lambda held=(self, data, factors): matmul(*arguments)
+
+    def first(self) -> tuple[Algorithm, Any]:
+        """Return the first algorithm that runs, and its result; without one, raise the error of the last."""
+        refusal: Exception = ValueError("cuBLASLt offers no algorithm")
+        for algorithm in self.algorithms(_TRIED):
+            try:
+                return algorithm, self.run(algorithm)
+            except Exception as error:  # noqa: BLE001 - the bindings raise several classes
+                refusal = error
+        raise refusal
 
     def run(self, algorithm: Algorithm) -> Any:
         # An element that is not written shows as NaN.

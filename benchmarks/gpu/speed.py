@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import lowprec
 from gpu import clock
 from gpu.parts import Options, Part, short
+from gpu.verdicts import LARGE, SIZES, sizes
 from lowprec import recipes
 
 #: All operand sets of a variant together; an H200 has 50 MB of L2.
@@ -22,7 +23,7 @@ _ROTATED_BYTES, _MOST_SETS = 160e6, 512
 _TUNING_MS, _RUNS_PER_CANDIDATE = 2500.0, 7
 
 Shape = tuple[int, int, int]
-SQUARES = tuple((n, n, n) for n in (16384, 8192, 4096, 2048, 1024, 512, 256))
+SQUARES = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192, 16384))
 #: Rows of activations, and weights of transformers.
 LAYERS = ((16, 4096, 4096), (512, 4096, 4096), (16, 4096, 14336), (4096, 4096, 14336), (8192, 8192, 8192))
 
@@ -69,7 +70,7 @@ def _sparse(dtype: str) -> Callable[..., Any]:
     return operands
 
 
-_FLOAT32, _VECTORS, _SOME = _typed("float32"), tuple((n, n, 1) for n in (8192, 2048)), SQUARES[1:5]
+_FLOAT32, _VECTORS, _SOME = _typed("float32"), tuple((n, n, 1) for n in (8192, 2048)), SQUARES[2:6]
 #: Those of the claims first; they are measured with autotuning, too.
 SPEED = {
     "bfloat16": Kind(_typed("bfloat16")),
@@ -92,7 +93,11 @@ FORMATS = {
     **{name: Kind(_quantised(name), {}, "ieee", (*_SOME, (16, 8192, 8192))) for name in ("mxfp8", "nvfp4", "mxfp4")},
     **{f"2:4 {dtype}": Kind(_sparse(dtype), {}, "ieee", LAYERS) for dtype in ("bfloat16", "float16")},
 }
-QUANTIZING = {f"mode {mode}": Kind(_FLOAT32, {"math_mode": mode}, "tf32", _SOME, "bf16") for mode in recipes.MODES}
+QUANTIZING = {
+    f"mode {mode}": Kind(_FLOAT32, {"math_mode": mode}, "tf32", _SOME, "bf16")
+    for mode in recipes.MODES
+    if mode != "int8_blocks"
+}
 
 
 @contextlib.contextmanager
@@ -184,6 +189,11 @@ def measure(
         }  # fmt: skip
 
 
+def is_tuned(name: str, n: int) -> bool:
+    """Whether a product is measured with autotuning, too; in FP32 the largest takes too long."""
+    return name in TUNED and n in sizes(name, tuned=True)
+
+
 def _run(part: Part, options: Options, kinds: dict[str, Kind], first: Iterable[tuple[str, Shape]] = ()) -> None:
     import torch
 
@@ -193,8 +203,7 @@ def _run(part: Part, options: Options, kinds: dict[str, Kind], first: Iterable[t
         cases = dict.fromkeys((name, min(kind.shapes, key=math.prod)) for name, kind in kinds.items())
     for name, shape in part.in_time(cases, options):
         try:
-            tune = name in TUNED and shape[0] >= 1024
-            for row in measure(torch, name, shape, options.seed, ticks, tune=tune):
+            for row in measure(torch, name, shape, options.seed, ticks, tune=is_tuned(name, shape[0])):
                 part.row(**row)
         except Exception as error:  # noqa: BLE001 - a kind that fails is one row
             part.row(ok=False, kind=name, shape=shape, tuned=None, errors={"all": short(error)})
@@ -202,9 +211,9 @@ def _run(part: Part, options: Options, kinds: dict[str, Kind], first: Iterable[t
 
 
 def speed(part: Part, options: Options) -> None:
-    """Measure the kinds with a claim at all sizes, the largest first, then the others."""
-    claimed = [(name, shape) for shape in SQUARES for name in TUNED] + [("float32 bf16", (8192,) * 3)]
-    _run(part, options, SPEED, claimed)
+    """Measure the kinds with a claim, one after another by increasing size, so that claims are complete early."""
+    claimed = [(name, shape) for name in TUNED for shape in SQUARES if shape[0] in SIZES]
+    _run(part, options, SPEED, [("float32 bf16", (LARGE,) * 3), *claimed])
 
 
 def formats(part: Part, options: Options) -> None:

@@ -19,8 +19,10 @@ import common
 
 #: Tests with the marker `feature`.
 FOLDER = common.ROOT / "tests" / "cuda_backend"
-#: Variables: the device, which the fixtures read; the file; the time after which no new test begins.
-VARIABLE, PATH, DEADLINE = "LOWPREC_TEST_DEVICE", "GPU_REPORT_LOG", "GPU_REPORT_DEADLINE"
+#: Variables: device and folder of compiled kernels, which the fixtures read; the file; the time after which no new test
+#: begins.
+VARIABLE, KERNELS = "LOWPREC_TEST_DEVICE", "LOWPREC_TEST_KERNELS"
+PATH, DEADLINE = "GPU_REPORT_LOG", "GPU_REPORT_DEADLINE"
 
 #: Characters of the end of a failure's message in the report, and the most failures.
 _MESSAGE, _FAILURES = 600, 60
@@ -111,11 +113,13 @@ def _digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if kind != "passed" or when == "call":
             test["kind"], test["message"] = kind, _message(entry["longrepr"])
     by_feature: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    measured: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for test in tests.values():
         (device,) = [value for name, value in test["shows"] if name == "device"] or ["unknown"]
         for name, value in test["shows"]:
             if name == "feature":
                 by_feature[value, device][test["kind"]] += 1
+                measured[value, device] += [x for key, x in test["shows"] if key == "measured"]
 
     def counted(kinds: Mapping[str, int]) -> dict[str, int]:
         return {kind: kinds[kind] for kind in ("passed", "failed", "skipped")}
@@ -126,7 +130,8 @@ def _digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
     for (feature, device), count in by_feature.items():
         ok = False if count["failed"] else True if count["passed"] else None
-        rows.append({"feature": feature, "device": device, **counted(count), "ok": ok})
+        values = {"measured": measured[feature, device]} if measured[feature, device] else {}
+        rows.append({"feature": feature, "device": device, **counted(count), **values, "ok": ok})
     if failed and not any(row["ok"] is False for row in rows):
         rows.append({"feature": None, "device": None, **counted(kinds), "ok": False})
     failures = [{"id": name, "message": message} for name, message in failed.items()]

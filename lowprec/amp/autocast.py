@@ -13,7 +13,7 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any
 
-from lowprec import contractions
+from lowprec import contractions, plotting
 from lowprec.amp.casting import Operands, by_list, has_type, is_operand
 from lowprec.amp.policy import Policy, as_policy
 from lowprec.arrays import DLPackArray, library_name, library_of
@@ -21,7 +21,8 @@ from lowprec.arrays.namespaces import dtype_name
 from lowprec.core import dispatch
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import OPERAND_DTYPES
-from lowprec.util.tables import Table, html, plain_text
+from lowprec.report import Report
+from lowprec.util.tables import Table
 
 _log = logging.getLogger("lowprec.amp")
 
@@ -67,7 +68,7 @@ class AutocastRow:
 
 
 @dataclass(frozen=True)
-class AutocastReport:
+class AutocastReport(Report):
     """The calls through a namespace, one row per function; ``print`` shows a table.
 
     >>> AutocastReport(Policy.preset("O1"), (AutocastRow("matmul", "allow", 2, 2, 2, "float16"),)).calls
@@ -86,16 +87,14 @@ class AutocastReport:
         """Number of calls with cast operands or rounded products."""
         return sum(row.cast for row in self.rows)
 
-    def _table(self) -> Table:
+    def tables(self) -> list[Table]:
         title = f"converted {self.cast} of {self.calls} calls (compute={self.policy.compute})"
         rows = [[r.function, r.list, str(r.calls), str(r.cast), str(r.by_lowprec), r.to] for r in self.rows]
-        return Table(title, ["function", "list", ">calls", ">cast", ">by lowprec", "to"], rows)
+        return [Table(title, ["function", "list", ">calls", ">cast", ">by lowprec", "to"], rows)]
 
-    def __str__(self) -> str:
-        return plain_text(self._table())
-
-    def _repr_html_(self) -> str:
-        return html(self._table())
+    def figure(self) -> Any:
+        counts = {"cast": [r.cast for r in self.rows], "as they are": [r.calls - r.cast for r in self.rows]}
+        return plotting.bar_figure("autocast", [r.function for r in self.rows], counts, "calls")
 
 
 #: Number of calls by thread (so that no lock is needed), function, type of the cast, and whether lowprec computed it.
@@ -142,23 +141,27 @@ class AutocastNamespace:
         return report
 
     def _rows(self) -> Iterator[AutocastRow]:
-        counts = self._counts.copy()
-        for name in dict.fromkeys(name for _, name, _, _ in counts):
-            kinds = [(to, by_lowprec, n) for (_, other, to, by_lowprec), n in counts.items() if other == name]
+        kinds: dict[str, list[tuple[str | None, bool, int]]] = {}
+        for (_, name, to, by_lowprec), n in self._counts.copy().items():
+            kinds.setdefault(name, []).append((to, by_lowprec, n))
+        for name, counted in kinds.items():
             yield AutocastRow(
                 name,
                 self._policy.list_of(name) or "-",
-                sum(n for *_, n in kinds),
-                sum(n for to, _, n in kinds if to),
-                sum(n for _, by_lowprec, n in kinds if by_lowprec),
-                ", ".join(dict.fromkeys(to for to, *_ in kinds if to)) or "-",
+                calls=sum(n for *_, n in counted),
+                cast=sum(n for to, _, n in counted if to),
+                by_lowprec=sum(n for _, by_lowprec, n in counted if by_lowprec),
+                to=", ".join(dict.fromkeys(to for to, *_ in counted if to)) or "-",
             )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__array_namespace_info__":
             raise AttributeError(name)
-        in_torch = name in _TORCH and getattr(self._base, "__name__", "") == "torch"
-        value = _TORCH[name](self._base) if in_torch else getattr(self._base, name)
+        base = self._base
+        if name in _TORCH and getattr(base, "__name__", "") == "torch":
+            value = _TORCH[name](base)
+        else:
+            value = getattr(base, name)
         if isinstance(value, ModuleType) and name in _PARTS:
             value = AutocastNamespace(value, self._policy, self._counts, self._whole)
         elif callable(value) and not isinstance(value, type | ModuleType) and name[0] != "_":
@@ -167,17 +170,21 @@ class AutocastNamespace:
         return value
 
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        policy, counts, whole = self._policy, self._counts, self._whole
-        which = policy.list_of(name) if policy.functions else None
+        policy = self._policy
+        counts = self._counts
+        whole = self._whole
         is_product = name in _PRODUCTS
-        if is_product and not policy.functions and not has_type(whole, policy.compute):
+        which = None
+        if policy.functions:
+            which = policy.list_of(name)
+        elif is_product and not has_type(whole, policy.compute):
             which = "allow"  # the library lacks the 16-bit type, so a math mode rounds the operands
-
         inputs = getattr(function, "nin", None)  # NumPy's functions also accept a positional `out`
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if inputs is not None and len(args) > inputs:
-                args, outs = args[:inputs], args[inputs:]
+                outs = args[inputs:]
+                args = args[:inputs]
                 kwargs["out"] = outs if len(outs) > 1 else outs[0]
             operands = Operands(args, kwargs)
             if which is not None:
@@ -203,14 +210,17 @@ def _are_multiplied(name: str, operands: Operands) -> bool:
 
 
 def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
-    args, kwargs = operands.args, dict(operands.kwargs)
+    args = operands.args
+    kwargs = dict(operands.kwargs)
     if "dims" in kwargs:  # PyTorch's word
         kwargs["axes"] = kwargs.pop("dims")
     if not any(is_operand(x) and library_name(x) == "dlpack" for x in args):
         return _PRODUCTS[name](*args, **kwargs)
     arrays = [library_of(x).view(x).ndarray() if is_operand(x) else x for x in args]
     result = _PRODUCTS[name](*arrays, **kwargs)
-    return xp.from_dlpack(DLPackArray(result) if result.ndim else result.reshape(()))
+    if not result.ndim:
+        return xp.from_dlpack(result.reshape(()))
+    return xp.from_dlpack(DLPackArray(result))
 
 
 def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:

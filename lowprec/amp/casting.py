@@ -16,6 +16,7 @@ from lowprec.policy import math_mode, resolve
 
 #: Floating-point types, from wide to narrow; neither of bfloat16 and float16 includes the other.
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+_NARROW = FLOATS[2:]
 
 #: The math mode that rounds float32 operands to each type.
 _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.FP16}
@@ -32,7 +33,9 @@ class Operands:
     mode: Mode | None = None  # of products, where the operands' type does not determine it
 
     def scope(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.mode is None else math_mode(self.mode)
+        if self.mode is None:
+            return contextlib.nullcontext()
+        return math_mode(self.mode)
 
 
 def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
@@ -42,25 +45,37 @@ def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, A
     of products, float32 in ``fp32_guard``; where the namespace ``xp`` lacks it, a math mode replaces it.
     """
     if which == "infer":
-        names = {dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)}
-        if len(names) < 2:
-            return Operands(args, kwargs)
-        if names >= {"bfloat16", "float16"}:
-            names.add("float32")
-        return _cast_all(args, kwargs, min(names, key=FLOATS.index), wide=True)
-    mode = None if which == "deny" or compute == "float32" else _MODES[compute]
-    if mode is None or resolve(mode).mode is not mode:
+        return _promoted(args, kwargs)
+    if which == "deny" or compute == "float32":
+        return _cast_all(args, kwargs, "float32")
+    mode = _MODES[compute]
+    if resolve(mode).mode is not mode:
         return _cast_all(args, kwargs, "float32")
     if compute != "tf32" and (xp is None or has_type(xp, compute)):
         return _cast_all(args, kwargs, compute)
     operands = _cast_all(args, kwargs, "float32")
-    acts = any(dtype_name(x) == "float32" for x in _arrays(operands.args, operands.kwargs))
-    return replace(operands, to=compute, mode=mode) if acts else operands
+    if "float32" in _dtypes(operands.args, operands.kwargs):
+        return replace(operands, to=compute, mode=mode)
+    return operands
 
 
-def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    values = (*args, *(x for name, x in kwargs.items() if name != "out"))
-    return [y for x in values for y in (x if isinstance(x, list | tuple) else (x,)) if is_operand(y)]
+def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands:
+    """Return the operands in the widest of their types."""
+    names = _dtypes(args, kwargs).intersection(FLOATS)
+    if len(names) < 2:
+        return Operands(args, kwargs)
+    if names >= {"bfloat16", "float16"}:
+        names.add("float32")
+    return _cast_all(args, kwargs, min(names, key=FLOATS.index), wide=True)
+
+
+def _dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+    values = [*args, *(x for name, x in kwargs.items() if name != "out")]
+    names: set[str] = set()
+    for value in values:
+        arrays = value if isinstance(value, list | tuple) else [value]
+        names.update(dtype_name(x) for x in arrays if is_operand(x))
+    return names
 
 
 def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> Operands:
@@ -77,7 +92,9 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: b
 
     args = tuple(map(one, args))
     kwargs = {name: x if name == "out" else one(x) for name, x in kwargs.items()}
-    return Operands(args, kwargs, to if changed else None)
+    if not changed:
+        return Operands(args, kwargs)
+    return Operands(args, kwargs, to)
 
 
 def is_operand(x: Any) -> bool:
@@ -91,21 +108,27 @@ def is_float(array: Any, *, wide: bool = True) -> bool:
 
 def cast_float(x: Any, name: str) -> Any:
     """Return an array of floats narrower than 64 bits in another element type; anything else is returned unchanged."""
-    return cast(x, name) if is_float(x, wide=False) else x
+    if is_float(x, wide=False):
+        return cast(x, name)
+    return x
 
 
 def times(x: Any, factor: Any) -> Any:
     """Return ``x * factor`` in the type of ``x``, rounded once: 16-bit numbers are multiplied in float32."""
     name = dtype_name(x)
-    wide = cast(x, "float32") if name in FLOATS[2:] else x
-    product = wide * factor
-    return product if dtype_name(product) == name else cast(product, name)
+    if name in _NARROW:
+        x = cast(x, "float32")
+    product = x * factor
+    if dtype_name(product) == name:
+        return product
+    return cast(product, name)
 
 
 def scaled_loss(x: Any, scale: Any) -> Any:
     """Return a loss times a scale: in float32 for a 16-bit scalar, else in the type of the loss."""
-    is_narrow = not shape_of(x) and dtype_name(x) in FLOATS[2:]
-    return times(cast(x, "float32") if is_narrow else x, scale)
+    if not shape_of(x) and dtype_name(x) in _NARROW:
+        x = cast(x, "float32")
+    return times(x, scale)
 
 
 def has_type(xp: Any, name: str) -> bool:

@@ -26,7 +26,10 @@ def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     items = _items(tree)
     if items is None:
         return [above]
-    return [path for key, item in items.items() for path in paths(item, (*above, str(key)))]
+    found = []
+    for key, item in items.items():
+        found += paths(item, (*above, str(key)))
+    return found
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
@@ -47,16 +50,18 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
             f"expected arrays in lists, tuples or dicts, got {quoted(tree)} of type {type(tree).__name__}; "
             "None may replace an array"
         )
-    parts = [_items(other) for other in others]
-    for other, part in zip(others, parts, strict=True):
+    parts = []
+    for other in others:
+        part = _items(other)
         if part is None or part.keys() != items.keys():
             raise ShapeError(
                 f"containers of different structures: {quoted(type(tree).__name__)} of {len(items)} and "
                 f"{quoted(type(other).__name__)}; give both the same keys and lengths"
             )
+        parts.append(part)
     results = {}
     for key, item in items.items():
-        results[key] = mapped(function, item, *(part[key] for part in parts if part is not None), numbers=numbers)
+        results[key] = mapped(function, item, *(part[key] for part in parts), numbers=numbers)
     return _like(tree, results)
 
 
@@ -64,16 +69,23 @@ def _items(tree: Any) -> dict[Any, Any] | None:
     if tree is None:
         return {}
     if isinstance(tree, list | tuple):
-        return dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
-    return dict(tree) if isinstance(tree, Mapping) else None
+        keys = getattr(tree, "_fields", range(len(tree)))
+        return dict(zip(keys, tree, strict=True))
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    return None
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container of the same class; a dict for a read-only mapping."""
+    if tree is None:
+        return None
+    if hasattr(tree, "_fields"):
+        return type(tree)(*items.values())
     if isinstance(tree, list | tuple):
-        return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
+        return type(tree)(items.values())
     if not isinstance(tree, MutableMapping):
-        return None if tree is None else items
+        return items
     same = copy.copy(tree)  # with its state: defaultdict
     same.update(items)
     return same
@@ -107,5 +119,6 @@ def norms_of(model: Any) -> frozenset[str]:
 
 def norms_by_name(all_names: list[str]) -> frozenset[str]:
     """Return the names with a word that is "bn" or ends with "norm", and those next to running statistics."""
-    owners = {owner for owner, _, last in (name.rpartition(".") for name in all_names) if last in _STATISTICS}
-    return frozenset(n for n in all_names if _NORM_WORD.search(n) or n.rpartition(".")[0] in owners)
+    parts = {name: name.rpartition(".") for name in all_names}
+    owners = {owner for owner, _, last in parts.values() if last in _STATISTICS}
+    return frozenset(name for name, (owner, _, _) in parts.items() if owner in owners or _NORM_WORD.search(name))

@@ -7,9 +7,8 @@ network's gradients by exponent, of which float16 holds a part.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,16 @@ from lowprec.arrays import library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
-from lowprec.util.atomic import write_json
-from lowprec.util.plain import finite
-from lowprec.util.tables import Table, html, plain_text
+from lowprec.report import Report
+from lowprec.util.tables import Table
 from lowprec.util.tracing import uncompiled
 
 #: Formats of the report.
 FORMATS = (FLOAT16, BFLOAT16, TF32)
 
-#: Elements counted at a time, and float64's smallest exponent.
-_BLOCK, _LEAST = 1 << 18, -1074
+_BLOCK = 1 << 18  # elements counted at a time
+_LEAST = -1074  # float64's smallest exponent
+_EXPONENTS = 2100  # at least the number of its exponents
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class FormatShares:
 
 
 @dataclass(frozen=True)
-class GradientReport(plotting.Drawable):
+class GradientReport(Report):
     """Sizes of gradients. ``print`` shows a table; the figure is the histogram.
 
     >>> import numpy as np
@@ -66,10 +65,10 @@ class GradientReport(plotting.Drawable):
     exponents: dict[int, int]  #: Number of magnitudes in [2^e, 2^(e+1)), by e.
     shares: tuple[FormatShares, ...]  #: At scale 1 and at the suggested scale.
 
-    def _table(self) -> Table:
-        others = "" if math.isnan(self.largest) else (
-            f", others from {self.smallest:.3g} to {self.largest:.3g}"
-        )  # fmt: skip
+    def tables(self) -> list[Table]:
+        others = ""
+        if not math.isnan(self.largest):
+            others = f", others from {self.smallest:.3g} to {self.largest:.3g}"
         title = (
             f"{self.elements} gradients: {self.zeros} zero, {self.nonfinite} Inf or NaN{others}; "
             f"suggested scale {self.suggested_scale:g}"
@@ -77,30 +76,17 @@ class GradientReport(plotting.Drawable):
         rows = [
             [s.format, f"{s.scale:g}", f"{s.lost:.4%}", f"{s.subnormal:.4%}", f"{s.overflow:.4%}"] for s in self.shares
         ]
-        return Table(title, ["format", ">scale", ">lost", ">subnormal", ">overflow"], rows)
+        return [Table(title, ["format", ">scale", ">lost", ">subnormal", ">overflow"], rows)]
 
-    def __str__(self) -> str:
-        return plain_text(self._table())
-
-    def _repr_html_(self) -> str:
-        return html(self._table())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: None for NaN, exponents as text."""
-        exponents = {str(e): n for e, n in self.exponents.items()}
-        return {**finite(asdict(self)), "exponents": exponents}
-
-    def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to a file, atomically."""
-        write_json(path, self.to_dict(), indent=1)
-
-    def _figure(self) -> Any:
+    def figure(self) -> Any:
         figure, ((panel,),) = plotting.figure(3.6)
         panel.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color=plotting.COLOURS[0])
         shift = math.log2(self.suggested_scale)
+        low = math.log2(FLOAT16.smallest_subnormal)
+        high = FLOAT16.emax + 1
         for offset, colour, label in ((0, plotting.COLOURS[1], "1"), (shift, plotting.COLOURS[2], f"2^{shift:g}")):
-            low, high = math.log2(FLOAT16.smallest_subnormal) - offset, FLOAT16.emax + 1 - offset
-            panel.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
+            style = {"color": colour, "alpha": 0.15, "label": f"float16, scale {label}"}
+            panel.axvspan(low - offset, high - offset, **style)
         panel.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
         panel.legend()
         return figure
@@ -164,34 +150,35 @@ def gradient_report(grads: Any) -> GradientReport:
     scale = _scale(arrays)
     pairs = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
     losses = np.zeros((len(pairs), 3), np.int64)
-    histogram = np.zeros(2100, np.int64)
+    histogram = np.zeros(_EXPONENTS, np.int64)
     smallest = largest = math.nan
     for magnitudes in _blocks(arrays):
         smallest = float(np.fmin(smallest, magnitudes.min()))
         largest = float(np.fmax(largest, magnitudes.max()))
-        histogram += np.bincount(np.frexp(magnitudes)[1] - 1 - _LEAST, minlength=2100)
+        _, exponents = np.frexp(magnitudes)
+        histogram += np.bincount(exponents - 1 - _LEAST, minlength=_EXPONENTS)
         for i, (s, f) in enumerate(pairs):
             losses[i] += _fates(magnitudes * s, f)
     counted = int(histogram.sum())
+    shares = losses / max(counted, 1)
     return GradientReport(
         elements,
         zeros,
-        elements - zeros - counted,
-        smallest,
-        largest,
-        scale,
-        {i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
-        tuple(
-            FormatShares(f.name, s, *map(float, row))
-            for (s, f), row in zip(pairs, losses / max(counted, 1), strict=True)
-        ),
+        nonfinite=elements - zeros - counted,
+        smallest=smallest,
+        largest=largest,
+        suggested_scale=scale,
+        exponents={i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
+        shares=tuple(FormatShares(f.name, s, *map(float, row)) for (s, f), row in zip(pairs, shares, strict=True)),
     )
 
 
 def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
     half = to.smallest_subnormal / 2
     # A tie goes to zero, which is even; TF32 rounds ties away.
-    lost = magnitudes < half if to is TF32 else magnitudes <= half
+    lost = magnitudes < half
+    if to is not TF32:
+        lost = magnitudes <= half
     # Half a unit beyond the largest number, ties upwards: the largest number is odd.
     limit = to.largest * (1 + to.unit_roundoff / (2 - 2 * to.unit_roundoff))
     below = int(np.count_nonzero(magnitudes < to.smallest_normal * (1 - to.unit_roundoff)))
@@ -214,8 +201,8 @@ def _scale(arrays: list[Any]) -> float:
     if not largest:
         return 1.0
     fraction, exponent = math.frexp(largest)
-    top = math.frexp(FLOAT16.largest)
-    shift = top[1] - exponent - (fraction >= top[0])
+    most, top = math.frexp(FLOAT16.largest)
+    shift = top - exponent - (fraction >= most)
     return math.ldexp(1.0, max(-126, min(127, shift)))
 
 

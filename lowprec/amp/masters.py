@@ -49,8 +49,9 @@ class MasterWeights:
 
     def __init__(self, params: Any, policy: Policy | str = "O2") -> None:
         self._policy = as_policy(policy)
-        self._norms = norms_of(params) if is_module(params) else None
-        if self._norms is not None:
+        self._norms = None
+        if is_module(params):
+            self._norms = norms_of(params)
             params = dict(params.named_parameters())
         # One tuple, so that after an interrupt masters and copies are of the same step.
         self._weights = self._with_copies(mapped(_copied, params))
@@ -106,7 +107,9 @@ class MasterWeights:
     def state_dict(self, scaler: LossScaler | None = None) -> dict[str, Any]:
         """Return a checkpoint: masters (copied), policy (a dict) and a scaler's state."""
         state = {"masters": mapped(_copied, self.masters), "policy": asdict(self._policy)}
-        return state if scaler is None else {**state, "scaler": scaler.state_dict()}
+        if scaler is not None:
+            state["scaler"] = scaler.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], scaler: LossScaler | None = None) -> None:
         """Restore a checkpoint; a scaler's state is loaded into ``scaler``.
@@ -118,7 +121,9 @@ class MasterWeights:
         ShapeError
             Its masters have another structure or other shapes; nothing is changed.
         """
-        wanted = ["masters", "policy", *(["scaler"] if scaler is not None else [])]
+        wanted = ["masters", "policy"]
+        if scaler is not None:
+            wanted.append("scaler")
         remedy = "save it with state_dict(), which takes the scaler"
         check_entries("the checkpoint", state, wanted, remedy)
         policy = as_policy(state["policy"])
@@ -135,7 +140,9 @@ def _copied(x: Any) -> Any:
         return cast(x, "float32")
     if hasattr(x, "detach"):
         return x.detach().clone()
-    return x.copy() if hasattr(x, "copy") else array_module(x).asarray(x, copy=True)
+    if hasattr(x, "copy"):
+        return x.copy()
+    return array_module(x).asarray(x, copy=True)
 
 
 def _check(old: Any, new: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from lowprec.amp.casting import by_list, cast_float
 from lowprec.amp.containers import is_module, leaves, mapped, norms_by_name, norms_of, paths
-from lowprec.amp.rules import SettingError, check_scale
+from lowprec.amp.rules import check_scale
 from lowprec.amp.scaler import LossScaler
-from lowprec.errors import quoted
+from lowprec.errors import SettingError, quoted
 
 LISTS = ("allow", "deny", "infer")
 
@@ -36,6 +36,7 @@ DEFAULT_LISTS = {
 
 _STORAGE = ("float32", "bfloat16", "float16")
 _COMPUTE = ("float32", "tf32", "bfloat16", "float16")
+_TYPES = {"params": _STORAGE, "compute": _COMPUTE, "output": _STORAGE}
 
 #: The list of each function.
 _TABLE = {name: which for which in LISTS for name in DEFAULT_LISTS[which].split()}
@@ -97,12 +98,14 @@ class Policy:
     moves: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, legal in (("params", _STORAGE), ("compute", _COMPUTE), ("output", _STORAGE)):
-            if getattr(self, name) not in legal:
-                raise SettingError(f"{name} must be one of {', '.join(legal)}, got {quoted(getattr(self, name))}")
+        for name, legal in _TYPES.items():
+            value = getattr(self, name)
+            if value not in legal:
+                raise SettingError(f"{name} must be one of {', '.join(legal)}, got {quoted(value)}")
         for name in ("functions", "norms_float32", "masters"):
-            if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"{name} must be True or False, got {quoted(getattr(self, name))}")
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise SettingError(f"{name} must be True or False, got {quoted(value)}")
         scale = self.loss_scale
         if scale is None:
             scale = "dynamic" if self.compute == "float16" else 1.0
@@ -152,7 +155,9 @@ class Policy:
     def list_of(self, name: str) -> str | None:
         """Return a function's list: ``"allow"``, ``"deny"``, ``"infer"`` or None."""
         which = dict(self.moves).get(name) or _TABLE.get(name)
-        return None if which == "none" else which
+        if which == "none":
+            return None
+        return which
 
     def moved(self, which: str, *names: str) -> Policy:
         """Return a policy with functions moved to a list, or to ``"none"``.
@@ -230,17 +235,22 @@ class Policy:
             A leaf of the container is not an array, or ``model`` is not a module.
         """
         if is_module(params):
-            params, model = params.state_dict(), params
-        return self._cast_params(params, None if model is None else norms_of(model))
+            model = params
+            params = model.state_dict()
+        norms = None if model is None else norms_of(model)
+        return self._cast_params(params, norms)
 
     def _cast_params(self, params: Any, norms: frozenset[str] | None) -> Any:
         all_names = [".".join(path) for path in paths(params)]
-        norms = norms_by_name(all_names) if norms is None else norms
+        if norms is None:
+            norms = norms_by_name(all_names)
         following = iter(all_names)
 
         def one(x: Any) -> Any:
-            is_norm = next(following) in norms and self.norms_float32
-            return cast_float(x, "float32" if is_norm else self.params)
+            is_norm = next(following) in norms
+            if is_norm and self.norms_float32:
+                return cast_float(x, "float32")
+            return cast_float(x, self.params)
 
         leaves(params)  # raises for leaves that are no arrays before the first cast
         return mapped(one, params)
@@ -262,12 +272,15 @@ class Policy:
 
 
 def _check_list(which: Any, *more: str) -> None:
-    if which not in (*LISTS, *more):
-        raise SettingError(f"the list must be one of {', '.join((*LISTS, *more))}, got {quoted(which)}")
+    legal = (*LISTS, *more)
+    if which not in legal:
+        raise SettingError(f"the list must be one of {', '.join(legal)}, got {quoted(which)}")
 
 
 def as_policy(policy: Policy | str | Mapping[str, Any]) -> Policy:
     """Return a policy, the policy of a level, or that of saved fields."""
     if isinstance(policy, Mapping):
         return Policy(**policy)
-    return policy if isinstance(policy, Policy) else Policy.preset(policy)
+    if isinstance(policy, Policy):
+        return policy
+    return Policy.preset(policy)

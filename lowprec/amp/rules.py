@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.errors import DTypeError, LowprecError, quoted
+from lowprec.errors import DTypeError, LowprecError, SettingError, quoted
 
-#: Of float32. The inverse of a scale of 0 is infinite, and 0 never grows.
-_SMALLEST_NORMAL, _LEAST = 2.0**-126, 2.0**-127
+_SMALLEST_NORMAL = 2.0**-126  # of float32
+_LEAST = 2.0**-127  # the least scale whose inverse is finite in float32
 
 
 class ScalerStateError(LowprecError, RuntimeError):
@@ -32,14 +32,6 @@ class GradientTypeError(DTypeError, ValueError):
     """Gradients in float16, which must not be unscaled: small ones would be lost.
 
     >>> issubclass(GradientTypeError, TypeError)
-    True
-    """
-
-
-class SettingError(LowprecError, ValueError):
-    """A number or a word that a scaler, a policy or a schedule does not take.
-
-    >>> issubclass(SettingError, ValueError)
     True
     """
 
@@ -98,7 +90,9 @@ class ScaleRule:
 
     @property
     def _floor(self) -> float:
-        return _SMALLEST_NORMAL if self.min_scale is None else self.min_scale
+        if self.min_scale is None:
+            return _SMALLEST_NORMAL
+        return self.min_scale
 
     def next(self, scale: float, tracker: int, found_inf: bool) -> tuple[float, int]:
         """Return scale (a float32 value) and growth tracker (int32) after a step.
@@ -118,7 +112,9 @@ class ScaleRule:
         if tracker + 1 != self.growth_interval:
             return scale, tracker + 1
         grown = _rounded(scale * self.growth_factor)
-        return (self.limited(grown) if math.isfinite(grown) else scale), 0
+        if math.isfinite(grown):
+            scale = self.limited(grown)
+        return scale, 0
 
     def next_traced(self, xp: Any, scale: Any, tracker: Any, found_inf: Any) -> tuple[Any, Any]:
         """Return :meth:`next` for arrays of no axes, without a branch on values."""

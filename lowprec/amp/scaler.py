@@ -8,9 +8,9 @@ from typing import Any
 
 from lowprec.amp.casting import scaled_loss
 from lowprec.amp.containers import mapped
-from lowprec.amp.rules import ScalerStateError, ScaleRule, SettingError, check_count, check_entries, check_scale
+from lowprec.amp.rules import ScalerStateError, ScaleRule, check_count, check_entries, check_scale
 from lowprec.amp.unscaling import unscale
-from lowprec.errors import quoted
+from lowprec.errors import SettingError, quoted
 
 
 @dataclass
@@ -159,12 +159,11 @@ class LossScaler:
             return grads
         state = self._optimizers.get(optimizer)
         if state is not None:
-            raise ScalerStateError(
-                f"unscale() after step(){_of(optimizer)}; call it before step(), and update() after that"
-                if state.has_stepped
-                else f"the gradients{_of(optimizer)} are unscaled already; call update() after each iteration, and "
-                "accumulate gradients before unscale()"
-            )
+            text = f"the gradients{_of(optimizer)} are unscaled already; call update() after each iteration, and "
+            text += "accumulate gradients before unscale()"
+            if state.has_stepped:
+                text = f"unscale() after step(){_of(optimizer)}; call it before step(), and update() after that"
+            raise ScalerStateError(text)
         results, flags = unscale(grads, self._scale, out)
         self._optimizers[optimizer] = _Optimizer(flags)
         return results
@@ -200,7 +199,9 @@ class LossScaler:
                 f"step(){_of(optimizer)} was called since the last update(); call update() once at the end of each "
                 "iteration"
             )
-        result = None if self._decide(state) else fn(*args, **kwargs)
+        result = None
+        if not self._decide(state):
+            result = fn(*args, **kwargs)
         state.has_stepped = True
         return result
 
@@ -236,7 +237,9 @@ class LossScaler:
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
             found_inf = any(map(bool, state.flags))
-            state.found_inf = found_inf if self._reduce is None else bool(self._reduce(found_inf))
+            if self._reduce is not None:
+                found_inf = bool(self._reduce(found_inf))
+            state.found_inf = found_inf
         return state.found_inf
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,4 +274,6 @@ class LossScaler:
 
 
 def _of(optimizer: Hashable) -> str:
-    return "" if optimizer is None else f" of optimizer {quoted(optimizer)}"
+    if optimizer is None:
+        return ""
+    return f" of optimizer {quoted(optimizer)}"

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lowprec.amp.rules import SettingError, check_count, check_entries, check_number
-from lowprec.errors import quoted
-from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
+from lowprec.amp.rules import check_count, check_entries, check_number
+from lowprec.errors import SettingError, quoted
+from lowprec.modes import Mode, ModeLike, parse_mode
 from lowprec.policy import math_mode
+from lowprec.util.plain import plain
 
 
 class _State(NamedTuple):
@@ -58,7 +59,7 @@ class PrecisionSchedule:
 
     def __init__(
         self,
-        modes: Sequence[ModeName | MathMode | Recipe],
+        modes: Sequence[ModeLike],
         *,
         at: Sequence[int] | None = None,
         patience: int | None = None,
@@ -69,8 +70,12 @@ class PrecisionSchedule:
         self._modes = tuple(map(parse_mode, modes))
         if (at is None) is (patience is None):
             raise SettingError("a schedule needs either at= or patience=; pass one of them")
-        self._at = None if at is None else self._steps(at)
-        self._patience = 0 if patience is None else check_count("patience", patience, 1)
+        self._at = None
+        self._patience = 0
+        if at is not None:
+            self._at = self._steps(at)
+        if patience is not None:
+            self._patience = check_count("patience", patience, 1)
         check_number("threshold", threshold, lambda x: 0 <= x < 1, "a share from 0 to 1")
         self._threshold = threshold
         self._state = _State()
@@ -128,8 +133,7 @@ class PrecisionSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule as plain values."""
-        lowest = self._state.lowest
-        return {**self._state._asdict(), "lowest": lowest if math.isfinite(lowest) else None}
+        return dict(plain(self._state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of another schedule of the same modes.
@@ -146,7 +150,9 @@ class PrecisionSchedule:
                 f"stage {quoted(state['stage'])} of a schedule of {len(self._modes)} modes; load it into one of the "
                 "same modes"
             )
-        lowest = math.inf if state["lowest"] is None else _number("lowest", state["lowest"])
+        lowest = math.inf
+        if state["lowest"] is not None:
+            lowest = _number("lowest", state["lowest"])
         if math.isnan(lowest):
             raise SettingError("lowest is NaN; load a state that state_dict() returned")
         self._state = _State(**counts, lowest=lowest)

@@ -22,6 +22,10 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import unscaling as host_unscaling
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 
+Arrays = Sequence[Any]
+#: Arrays, and whether any had Inf or NaN.
+Unscaled = tuple[list[Any], Any]
+
 #: Element types of gradients.
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -34,29 +38,18 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     arrays = leaves(grads)
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
-    targets: list[Any] = [] if out is not None else [None] * len(arrays)
-    if out is not None:
+    targets: list[Any] = []
+    if out is None:
+        targets = [None] * len(arrays)
+    else:
         mapped(lambda _, target: targets.append(target), grads, out)
     for x, target in zip(arrays, targets, strict=True):
         _check(x, target)
     # As PyTorch: the reciprocal is rounded to float32 once, whatever the gradients' type.
     inverse = np.float32(1.0 / scale)
-    groups: dict[Any, list[int]] = {}
-    names: dict[type, str] = {}
-    first: dict[Any, int] = {}  # first gradient by target
-    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        name = names.get(type(x)) or names.setdefault(type(x), _library(x))
-        if target is not None:
-            written = _elements(target, name)
-            if first.setdefault(written, i) != i:
-                if _elements(x, name) != _elements(arrays[first[written]], name):
-                    raise ArrayError("out contains one array for two gradients; pass one array for each")
-                continue  # tied weights: one gradient, twice in the container
-        device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
-        groups.setdefault((name, device), []).append(i)
     results: dict[int, Any] = {}
     flags = []
-    for (library, _), members in groups.items():
+    for (library, _), members in _groups(arrays, targets).items():
         work = _WORK.get(library, _by_namespace)
         quotients, flag = work([arrays[i] for i in members], [targets[i] for i in members], inverse)
         flags.append(flag)
@@ -65,6 +58,26 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
         return out, flags
     following = iter(range(len(arrays)))
     return mapped(lambda _: results[next(following)], grads), flags
+
+
+def _groups(arrays: Arrays, targets: Arrays) -> dict[tuple[str, str], list[int]]:
+    """Return the numbers of the gradients by library and device; of tied weights only the first."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    names: dict[type, str] = {}
+    first: dict[Any, int] = {}  # first gradient by target
+    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
+        name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+        if target is not None:
+            same = first.setdefault(_elements(target, name), i)
+            if same != i:
+                if _elements(x, name) != _elements(arrays[same], name):
+                    raise ArrayError("out contains one array for two gradients; pass one array for each")
+                continue
+        device = ""
+        if name in ("torch", "cupy"):
+            device = str(getattr(x, "device", ""))
+        groups.setdefault((name, device), []).append(i)
+    return groups
 
 
 def _elements(array: Any, library: str) -> Any:
@@ -77,7 +90,9 @@ def _elements(array: Any, library: str) -> Any:
 
 
 def _values(tensor: Any) -> Any:
-    return tensor._values() if tensor.is_sparse else tensor
+    if tensor.is_sparse:
+        return tensor._values()
+    return tensor
 
 
 def _library(array: Any) -> str:
@@ -98,10 +113,11 @@ def check_gradient(array: Any, *, coo: bool = False) -> str:
     if name not in DTYPES:
         raise DTypeError(f"gradients must be of {', '.join(DTYPES)}, got {name}; cast them first")
     # PyTorch: `is_sparse` is true for COO only, not for CSR, CSC and blocks.
-    if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
-        values = "coalesce().values()" if array.is_sparse else "values()"
-        if not (coo and array.is_sparse):
-            raise ArrayError(f"a sparse gradient: pass grad.{values}")
+    is_sparse = hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse")
+    if is_sparse and not array.is_sparse:
+        raise ArrayError("a sparse gradient: pass grad.values()")
+    if is_sparse and not coo:
+        raise ArrayError("a sparse gradient: pass grad.coalesce().values()")
     return name
 
 
@@ -120,12 +136,12 @@ def _check(array: Any, target: Any) -> None:
         raise ArrayError("out is a sparse tensor if and only if the gradient is; make both alike")
 
 
-def _new(empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+def _new(empty_like: Callable[[Any], Any], arrays: Arrays, targets: Arrays) -> list[Any]:
     pairs = zip(arrays, targets, strict=True)
     return [empty_like(x) if out is None else out for x, out in pairs]
 
 
-def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def _by_numpy(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
     for out in results:
         if not out.flags.writeable:
@@ -133,19 +149,20 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     return results, host_unscaling.unscale(list(zip(arrays, results, strict=True)), inverse)
 
 
-def _by_dlpack(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def _by_dlpack(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     views = [library_of(x).view(x) for x in arrays]
     if not all(view.device.is_host for view in views):
         raise ArrayError(
             "gradients that are known only by DLPack are unscaled in host memory; pass arrays of PyTorch, JAX or "
             "CuPy, for example by their from_dlpack"
         )
-    outs = [None if out is None else library_of(out).view(out).ndarray() for out in targets]
-    results, flag = _by_numpy([view.ndarray() for view in views], outs, inverse)
+    outs = [out if out is None else library_of(out).view(out).ndarray() for out in targets]
+    gradients = [view.ndarray() for view in views]
+    results, flag = _by_numpy(gradients, outs, inverse)
     return [DLPackArray(x) for x in results], flag
 
 
-def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def _by_torch(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     torch: Any = sys.modules["torch"]
     device = arrays[0].device
     flag = torch.zeros((), dtype=torch.float32, device=device)
@@ -155,22 +172,23 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
         for dtype in {x.dtype for x in arrays}:
             # One kernel each for all tensors of an element type.
             pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
-            # A detached sparse tensor has its own indices.
-            copies = [(x.detach(), out if out.is_sparse else out.detach()) for x, out in pairs if out is not x]
-            if copies:
-                torch._foreach_copy_([out for _, out in copies], [x for x, _ in copies])
+            copied = [(x, out) for x, out in pairs if out is not x]
+            if copied:
+                # A detached sparse tensor has its own indices.
+                copies = [out if out.is_sparse else out.detach() for _, out in copied]
+                torch._foreach_copy_(copies, [x.detach() for x, _ in copied])
             values = [_values(out.detach()) for _, out in pairs]
             torch._amp_foreach_non_finite_check_and_unscale_(values, flag, factor)
     return results, flag
 
 
-def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def _by_cupy(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     cupy: Any = sys.modules["cupy"]
     with cupy.cuda.Device(arrays[0].device.id):
         return _by_namespace(arrays, targets, inverse)
 
 
-def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def _by_jax(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     jax: Any = sys.modules["jax"]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         raise ArrayError(
@@ -187,7 +205,7 @@ def _jax_program(jax: Any) -> Any:
     return jax.jit(functools.partial(divided, jax.numpy))
 
 
-def _by_namespace(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def _by_namespace(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     results, flag = divided(array_module(arrays[0]), arrays, float(inverse))
     for i, (result, out) in enumerate(zip(results, targets, strict=True)):
         if out is not None:
@@ -196,9 +214,10 @@ def _by_namespace(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -
     return results, flag
 
 
-def divided(xp: Any, arrays: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+def divided(xp: Any, arrays: Arrays, inverse: Any) -> Unscaled:
     """Return arrays multiplied by the inverse of the scale, and whether any has Inf or NaN, without a branch."""
-    flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
+    flags = [xp.any(~xp.isfinite(x)) for x in arrays]
+    flag = functools.reduce(xp.logical_or, flags)
     return [times(x, inverse) for x in arrays], flag
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
-from lowprec.util.strides import contiguous_strides, overlaps_itself
+from lowprec.util.strides import Shape, contiguous_strides, overlaps_itself
 
 
 class Delegate(NamedTuple):
@@ -46,7 +46,9 @@ class Library(ABC):
 
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array to read; raise ArrayError for one that needs the library's own product."""
-        delegate = self.delegate(array) if self.delegates else None
+        delegate = None
+        if self.delegates:
+            delegate = self.delegate(array)
         if delegate is not None:
             raise ArrayError(delegate.why)
         return self.describe(array)
@@ -55,20 +57,20 @@ class Library(ABC):
         """Return the view of an ``out``; raise ArrayError if it is read-only, repeats elements, or needs a copy."""
         view = self.describe(array)
         if view.copied is not None:
-            raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
+            raise ArrayError(f"the array cannot be written in place: {view.copied}; pass a plain array or omit out=")
         if view.read_only:
-            raise ArrayError("out is read-only; pass a writable array or omit out=")
+            raise ArrayError("the array is read-only; pass a writable array or omit out=")
         if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
             raise ArrayError(
-                f"out of shape {view.shape} repeats elements, as a broadcast view does (strides {view.strides}, in "
-                "elements); pass an array without repeated elements, for example a copy of it"
+                f"the array of shape {view.shape} repeats elements, as a broadcast view does (strides {view.strides}, "
+                "in elements); pass an array without repeated elements, for example a copy of it"
             )
         return view
 
     def mark_written(self, array: Any) -> None:  # noqa: B027 - optional
         """Notify the library before an array is written."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
+    def allocate(self, shape: Shape, dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new row-major buffer for :meth:`wrap`; ``like`` is an array of this library."""
         raise TypeError(f"{self.name} arrays have no memory")
 

@@ -18,16 +18,17 @@ from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, Device, memory_at
 from lowprec.errors import ArrayError, DeviceError
 from lowprec.formats import DType
-from lowprec.util.strides import contiguous_strides
+from lowprec.util.strides import Shape, contiguous_strides
 
 #: CUDA's default streams, as DLPack numbers them; number 2 is another stream in each thread.
-LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+LEGACY_STREAM = 1
+PER_THREAD_STREAM = 2
 
 #: An unknown stream; DLPack reserves the number.
 UNKNOWN_STREAM = 0
 
 
-class Block(Protocol):
+class DeviceBlock(Protocol):
     """Device memory; it is freed once this object is destroyed and the queued work on it has run."""
 
     @property
@@ -41,7 +42,7 @@ class Block(Protocol):
 class DeviceMemory(Protocol):
     """Memory and stream functions of a backend; a module with these functions is a provider."""
 
-    def allocate(self, nbytes: int, device: Device, stream: int) -> Block:
+    def allocate(self, nbytes: int, device: Device, stream: int) -> DeviceBlock:
         """Return new memory for use on a stream."""
 
     def own_stream(self, device: Device) -> int:
@@ -95,7 +96,7 @@ class DeviceArray(DLPackArray):
 
     __slots__ = ("_block", "_device", "stream")
 
-    def __init__(self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int) -> None:
+    def __init__(self, shape: Shape, dtype: DType, device: Device, stream: int) -> None:
         block = provider(device).allocate(prod(shape) * dtype.itemsize, device, stream)
         super().__init__(np.ndarray(shape, NUMPY_DTYPES[dtype], memory_at(block.address, block)))
         self._block = block
@@ -147,7 +148,8 @@ class DeviceArray(DLPackArray):
             memory.order(self.stream, consumer, self._device)
 
     def _copy(self) -> DeviceArray:
-        device, stream = self._device, self.stream
+        device = self._device
+        stream = self.stream
         twin = DeviceArray(self.shape, self._dtype, device, stream)
         provider(device).copy(self._block.address, twin._block.address, self._memory.nbytes, device, stream)
         return twin

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from lowprec.arrays.numpy_library import view_of_copy
 from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device
-from lowprec.errors import ArrayError, BackendError, LowprecError
+from lowprec.errors import ArrayError, LowprecError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
-from lowprec.util.strides import contiguous_strides, reach
+from lowprec.util.strides import Shape, contiguous_strides, reach
 
 _LEGACY = b"dltensor"
 _VERSIONED = b"dltensor_versioned"
@@ -70,17 +70,10 @@ class _Versioned(ctypes.Structure):
 
 # By subscripts: attributes of ``ctypes.pythonapi``, and so their prototypes, are shared by all packages of the process.
 _get_name, _get_pointer = (ctypes.pythonapi[f"PyCapsule_Get{name}"] for name in ("Name", "Pointer"))
-_get_name.restype, _get_name.argtypes = ctypes.c_char_p, (ctypes.py_object,)
-_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-
-# PyGILState calls deadlock in a subinterpreter.
-_current, _main = (ctypes.pythonapi[f"PyInterpreterState_{name}"] for name in ("Get", "Main"))
-_current.restype = _main.restype = ctypes.c_void_p
-if _current() != _main():
-    raise BackendError(
-        "lowprec cannot be imported in a subinterpreter; import it in the main one (with mod_wsgi, "
-        "WSGIApplicationGroup %{GLOBAL})"
-    )
+_get_name.restype = ctypes.c_char_p
+_get_name.argtypes = (ctypes.py_object,)
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 _CAPSULE = type(np.empty(0).__dlpack__())
 _TENSOR_OFFSET: int = _Versioned.tensor.offset
@@ -116,7 +109,9 @@ def view_of_capsule(capsule: object) -> ArrayView:
     if not 0 <= ndim < len(_INTEGERS) or (ndim and not tensor.shape):
         raise ArrayError(f"the DLPack capsule describes no array: ndim is {ndim}")
     integers = _INTEGERS[ndim]
-    shape = tuple(integers.from_address(tensor.shape)) if ndim else ()
+    shape = ()
+    if ndim:
+        shape = tuple(integers.from_address(tensor.shape))
     # Before DLPack 1.2 strides may be null, which means row-major.
     if tensor.strides and ndim:
         strides = tuple(integers.from_address(tensor.strides))
@@ -136,12 +131,16 @@ def view_of_capsule(capsule: object) -> ArrayView:
     return view_of_copy(view.ndarray())
 
 
-def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int) -> None:
+def _check_extent(shape: Shape, strides: Shape, address: int, itemsize: int) -> None:
     """Raise unless an array fits the address space; axes of length 0 count as length 1, as in NumPy."""
     if shape and min(shape) < 0:
         raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
     nbytes = itemsize * (prod(shape) or prod(length or 1 for length in shape))
-    first, last = (0, 0) if 0 in shape else reach(shape, strides)
+    if 0 in shape:
+        first = 0
+        last = 0
+    else:
+        first, last = reach(shape, strides)
     if address + first * itemsize < 0 or max(address + last * itemsize, nbytes) > sys.maxsize:
         raise ArrayError(
             f"the DLPack capsule reaches outside of the address space: shape {shape}, strides {strides} (in elements) "
@@ -150,7 +149,9 @@ def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int
 
 
 def _device(kind: int, index: int) -> Device:
-    return CPU if kind in _HOST_TYPES else Device(_DEVICE_TYPES.get(kind, kind), index)
+    if kind in _HOST_TYPES:
+        return CPU
+    return Device(_DEVICE_TYPES.get(kind, kind), index)
 
 
 def device_of(array: Any) -> Device:
@@ -173,7 +174,10 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
 
     ``stream`` is the consumer's, as in the standard; None for host memory or CUDA's legacy default stream.
     """
-    keywords = {} if stream is None else {"stream": stream}
+    if stream is None:
+        keywords = {}
+    else:
+        keywords = {"stream": stream}
     try:
         try:
             capsule = array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
@@ -196,7 +200,9 @@ def _refusal(array: Any, error: Exception) -> ArrayError:
 def type_name(x: Any) -> str:
     """Return the qualified name of an object's type, without the module of built-in types."""
     kind = type(x)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # Types that NumPy does not export, and the unsigned integers as which their bits are exported.
@@ -272,7 +278,10 @@ class DLPackArray:
         memory = self.memory  # raises for memory on a device
         if copy:
             return np.array(memory, dtype=dtype, copy=True)
-        wanted = memory.dtype if dtype is None else np.dtype(dtype)
+        if dtype is None:
+            wanted = memory.dtype
+        else:
+            wanted = np.dtype(dtype)
         if wanted == memory.dtype:
             return memory
         if copy is False:
@@ -290,10 +299,13 @@ class DLPackArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> object:
-        device, consumer = self.device, self._consumer(stream)
+        device = self.device
+        consumer = self._consumer(stream)
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the array is on {device} and is not exported to device {dl_device}")
-        exported = self._copy() if copy else self
+        exported = self
+        if copy:
+            exported = self._copy()
         exported._hand_over(consumer)
         return export(exported._memory, self._dtype, max_version, device=device, copied=bool(copy))
 
@@ -323,7 +335,9 @@ def export(
     ``memory`` is not read; ``dtype`` is the actual type of its elements. ``copied``: it is a copy for this export.
     """
     carrier = _CARRIERS.get(dtype)
-    exported = memory if carrier is None else memory.view(carrier)
+    exported = memory
+    if carrier is not None:
+        exported = memory.view(carrier)
     is_versioned = max_version is not None and max_version[0] >= _MAJOR
     capsule: object = exported.__dlpack__(max_version=max_version if is_versioned else None)
     if carrier is None and device is CPU and not copied:

@@ -27,7 +27,9 @@ class DLPackLibrary(Library):
         if kind is DLPackArray:
             return host_view(array.memory)
         device = device_of(array)
-        stream = None if device is CPU else self.current_stream(device)
+        stream = None
+        if device is not CPU:
+            stream = self.current_stream(device)
         if stream is not None and is_served(device):
             provider(device).check_captures((stream,), device)
         if kind is DeviceArray:
@@ -50,9 +52,15 @@ class DLPackLibrary(Library):
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return an array of the first operand's library if its Array API namespace has the dtype, or a DLPackArray."""
-        array = buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
-        namespace_of = getattr(operands[0], "__array_namespace__", None) if operands else None
-        namespace = None if namespace_of is None else namespace_of()
+        array = buffer
+        if not isinstance(buffer, DLPackArray):
+            array = DLPackArray(buffer)
+        namespace_of = None
+        if operands:
+            namespace_of = getattr(operands[0], "__array_namespace__", None)
+        namespace = None
+        if namespace_of is not None:
+            namespace = namespace_of()
         if namespace is None or not hasattr(namespace, array.dtype):
             return array
         return namespace.from_dlpack(array)

@@ -61,9 +61,13 @@ class JaxLibrary(Library):
         dtype = FROM_NUMPY.get(array.dtype) or dtype_from_name(str(array.dtype))
         is_traced = isinstance(array, self._jax.core.Tracer)
         try:
-            platform = "several" if is_traced else self._platform(array.device)
+            platform = "several"
+            if not is_traced:
+                platform = self._platform(array.device)
             # Waits for the elements and shares their memory.
-            host = np.asarray(array) if platform == "cpu" else None
+            host = None
+            if platform == "cpu":
+                host = np.asarray(array)
         except RuntimeError as error:
             raise ArrayError(f"the JAX array cannot be read: {error}") from error
         if platform == "several":
@@ -77,10 +81,12 @@ class JaxLibrary(Library):
 
     def writable_view(self, array: Any) -> NoReturn:
         """Raise ArrayError: JAX arrays are immutable."""
-        raise ArrayError("JAX arrays are immutable and cannot be out; omit out=")
+        raise ArrayError("JAX arrays are immutable; omit out=")
 
     def current_stream(self, device: Device) -> int | None:
-        return provider(device).own_stream(device) if is_served(device) else None
+        if is_served(device):
+            return provider(device).own_stream(device)
+        return None
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of new memory that JAX can import: a NumPy array, or a DeviceArray on a GPU."""
@@ -110,7 +116,9 @@ class JaxLibrary(Library):
             result = adopt(DLPackArray(buffer))  # 6 us faster than with device=
         else:
             result = adopt(DLPackArray(buffer), device=like.device)
-        return result if committed or like is None else _uncommitted(result)
+        if committed or like is None:
+            return result
+        return _uncommitted(result)
 
 
 def _import(array: Any, stream: int | None) -> ArrayView:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -66,7 +67,9 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 def library_of(array: Any) -> Library:
     """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
     library = BY_TYPE.get(type(array))
-    return _look_up(array) if library is None else library
+    if library is None:
+        return _look_up(array)
+    return library
 
 
 def refuse_subclasses(error: Exception, *arrays: Any) -> None:
@@ -118,9 +121,13 @@ def _find(array: Any) -> Library:
     if dense := dense_method(array):
         raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+        remedy = ""
+        with suppress(Exception):  # the caller's own class may raise anything
+            if np.asarray(array).dtype.kind in "biufc":
+                remedy = "; wrap it with numpy.asarray"
         raise ArrayError(
             f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
-            f"{type_name(array)}; wrap it with numpy.asarray"
+            f"{type_name(array)}{remedy}"
         )
     return DLPACK
 
@@ -142,8 +149,13 @@ def _is_weak(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    label = x._view.dtype.label if isinstance(x, Prepared) else str(getattr(x, "dtype", None)).rpartition(".")[2]
-    return x if _is_weak(x) else np.dtype(getattr(ml_dtypes, label, label))
+    if isinstance(x, Prepared):
+        label = x._view.dtype.label
+    else:
+        label = str(getattr(x, "dtype", None)).rpartition(".")[2]
+    if _is_weak(x):
+        return x
+    return np.dtype(getattr(ml_dtypes, label, label))
 
 
 def is_dask_array(array: Any) -> bool:

@@ -13,6 +13,7 @@ from lowprec.arrays.libraries import is_dask_array, library_name, library_of, re
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import dtype_from_name
+from lowprec.util.strides import Shape
 
 #: Module with the array functions of each library known by name.
 _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cupy"}
@@ -28,7 +29,9 @@ def namespace_of(array: Any) -> Namespace:
     kind = type(array)
     if kind in _BY_TYPE:
         return _BY_TYPE[kind]
-    module = "dask.array" if is_dask_array(array) else _MODULES.get(library_name(array))
+    module: str | None = "dask.array"
+    if not is_dask_array(array):
+        module = _MODULES.get(library_name(array))
     if module is not None:
         namespace = _BY_TYPE[kind] = Namespace(sys.modules[module])
         return namespace
@@ -48,7 +51,9 @@ def numpy_name(dtype: np.dtype[Any]) -> str:
 
 def dtype_label(dtype: Any) -> str:
     """Return the name of a library's element type: ``"float32"`` of ``torch.float32``."""
-    return numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+    if isinstance(dtype, np.dtype):
+        return numpy_name(dtype)
+    return str(dtype).rpartition(".")[2]
 
 
 dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it
@@ -59,11 +64,20 @@ def dtype_name(array: Any) -> str:
     dtype = getattr(array, "dtype", None)
     if isinstance(dtype, np.dtype):
         return numpy_name(dtype)
-    return library_of(array).view(array).dtype.label if dtype is None else dtype_label(dtype)
+    if dtype is None:
+        return library_of(array).view(array).dtype.label
+    return dtype_label(dtype)
 
 
-def shape_of(array: Any) -> tuple[int, ...]:
+def shape_of(array: Any) -> Shape:
     return tuple(array.shape if hasattr(array, "shape") else library_of(array).view(array).shape)
+
+
+def converted(x: Any, dtype: Any) -> Any:
+    """Return an array in another element type of its library."""
+    if hasattr(x, "to"):
+        return x.to(dtype)
+    return x.astype(dtype)
 
 
 def cast(array: Any, label: str) -> Any:
@@ -80,7 +94,9 @@ def cast(array: Any, label: str) -> Any:
     dtype = getattr(xp, label, None)
     if dtype is None:
         return array
-    return array.to(dtype) if hasattr(array, "to") else xp.astype(array, dtype)
+    if hasattr(array, "to"):
+        return array.to(dtype)
+    return xp.astype(array, dtype)
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,13 +122,15 @@ class Namespace:
         self._reshape = _checked(xp.reshape)
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
-        return x if order == tuple(range(len(order))) else self._permute(x, order)
+        if order == tuple(range(len(order))):
+            return x
+        return self._permute(x, order)
 
-    def arranged(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    def arranged(self, x: Any, order: tuple[int, ...], shape: Shape) -> Any:
         """Return ``x`` with its axes in this order, then reshaped."""
         return self.reshaped(self.permuted(x, order), shape)
 
-    def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
+    def reshaped(self, x: Any, shape: Shape) -> Any:
         if tuple(x.shape) == shape:
             return x
         if hasattr(x, "numblocks"):  # Dask's reshape fails on empty axes and chunks
@@ -140,7 +158,9 @@ class Namespace:
 
     def conjugated(self, x: Any) -> Any:
         """Return the complex conjugate; real arrays are returned unchanged."""
-        return self._xp.conj(x) if "complex" in str(x.dtype) else x
+        if "complex" in str(x.dtype):
+            return self._xp.conj(x)
+        return x
 
 
 _BY_TYPE: dict[type, Namespace] = {}

@@ -60,7 +60,10 @@ class PreparedView(ArrayView):
                 shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
                 view = self.strided(shape, strides)
             self._transposed = PreparedView(view, self.mode, self.packed)
-            self._transposed.sparse_axis = None if self.sparse_axis is None else -3 - self.sparse_axis
+            if self.sparse_axis is None:
+                self._transposed.sparse_axis = None
+            else:
+                self._transposed.sparse_axis = -3 - self.sparse_axis
         return self._transposed
 
 
@@ -71,15 +74,16 @@ class QuantizedView(PreparedView):
     widened numbers, which exist only while a product reads them. ``address`` is that of the codes.
     """
 
-    __slots__ = ("blocks", "quantized")
-    is_prepared = False
-    blocks: Blocks  # type: ignore[misc]  # slots
+    __slots__ = ("blocks", "is_prepared", "quantized")
+    is_prepared: bool  # type: ignore[misc]  # slots
+    blocks: Blocks  # type: ignore[misc]
     quantized: Any  # type: ignore[misc]
 
-    def __init__(self, view: ArrayView, blocks: Blocks, quantized: Any) -> None:
+    def __init__(self, view: ArrayView, blocks: Blocks, quantized: Any, is_prepared: bool = False) -> None:
         super().__init__(view, "fp32", {})
         self.blocks = blocks
         self.quantized = quantized
+        self.is_prepared = is_prepared
 
     def stored(self) -> tuple[ArrayView, ...]:
         return self.quantized._stored()  # type: ignore[no-any-return]
@@ -94,13 +98,23 @@ class QuantizedView(PreparedView):
         wide: ArrayView = self.quantized._widened()
         return ArrayView(self.dtype, self.shape, self.strides, self.device, wide.owner, True, wide.address)
 
+    def prepared(self) -> QuantizedView:
+        """Return the view of which products keep the codes in the order of their kernel."""
+        return QuantizedView(self, self.blocks, self.quantized, is_prepared=True)
+
     @property
     def transposed(self) -> PreparedView:
-        return self.quantized.T._view  # type: ignore[no-any-return]
+        view: QuantizedView = self.quantized.T._view
+        if self.is_prepared:
+            view = view.prepared()
+            view.packed = self.packed
+        return view
 
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""
-        return super().ndarray() if self.quantized.scales is None else self.widened().ndarray()
+        if self.quantized.scales is None:
+            return super().ndarray()
+        return self.widened().ndarray()
 
 
 class Prepared:
@@ -133,8 +147,10 @@ def copy_of(view: ArrayView, stream: int | None) -> ArrayView:
     """Return the view of a copy with the same strides and alignment, made on a stream if there is one."""
     if view.device.is_host:
         return host_view(_host_copy(view))
-    device, (first, last) = view.device, view.extent()
-    memory, stream = provider(device), stream or LEGACY_STREAM
+    device = view.device
+    first, last = view.extent()
+    memory = provider(device)
+    stream = stream or LEGACY_STREAM
     before = first % _ALIGNMENT_BYTES
     block = memory.allocate(last - first + before, device, stream)
     if last > first:

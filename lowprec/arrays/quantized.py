@@ -19,7 +19,7 @@ from lowprec.arrays.namespaces import array_module, cast, dtype_name
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView
 from lowprec.arrays.view import ArrayView
-from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
+from lowprec.errors import DTypeError, SettingError, ShapeError, did_you_mean, quoted
 from lowprec.formats import (
     BLOCK_FORMATS,
     FLOAT8_E4M3FN,
@@ -99,19 +99,25 @@ class QuantizedArray(Prepared):
     _remedy = "its dequantize()"
 
     def __post_init__(self) -> None:
-        row, scale = self._row, self.scale
+        row = self._row
+        scale = self.scale
         try:
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
         fields = {"format": row.name, "shape": whole, "axis": checked_axis(self.axis, len(whole))}
         if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
-            raise DTypeError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
-        fields["scale"] = 1.0 if isnan(scale) else float(scale)
+            raise SettingError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
+        if isnan(scale):
+            fields["scale"] = 1.0
+        else:
+            fields["scale"] = float(scale)
         for name, shape in zip(_PARTS, part_shapes(whole, fields["axis"], row), strict=True):
             array = getattr(self, name)
             fields[name] = _checked_part(name, array, name == "scales" and row.has_float_scales)
-            actual = None if array is None else tuple(array.shape)
+            actual = None
+            if array is not None:
+                actual = tuple(array.shape)
             if actual != shape:
                 raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {actual}")
         for name, value in fields.items():
@@ -123,9 +129,13 @@ class QuantizedArray(Prepared):
         return len(self.shape)
 
     @property
+    def _parts(self) -> tuple[Any, Any, Any]:
+        return self.codes, self.scales, self.zeros
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zeros."""
-        return sum(int(x.nbytes) for x in (self.codes, self.scales, self.zeros) if x is not None)
+        return sum(int(x.nbytes) for x in self._parts if x is not None)
 
     @property
     def T(self) -> QuantizedArray:
@@ -134,12 +144,15 @@ class QuantizedArray(Prepared):
             return self._transposed
         if self.ndim < 2:
             raise ShapeError(f"a quantised array of shape {self.shape} has no transpose; it needs two axes")
-        codes, scales, zeros, axis, last = self.codes, self.scales, self.zeros, self.axis, self.ndim - 1
+        codes, scales, zeros = self._parts
+        axis = self.axis
+        last = self.ndim - 1
         if axis >= last - 1:
             axis = 2 * last - 1 - axis
         else:
-            codes, scales, zeros = (None if x is None else x.swapaxes(-3, -2) for x in (codes, scales, zeros))
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+            codes, scales, zeros = (None if x is None else x.swapaxes(-3, -2) for x in self._parts)
+        *batch, rows, columns = self.shape
+        shape = (*batch, columns, rows)
         transposed = QuantizedArray(codes, scales, self.format, shape, axis, self.scale, zeros)
         object.__setattr__(self, "_transposed", transposed)
         return self.T
@@ -148,17 +161,22 @@ class QuantizedArray(Prepared):
     def dequantize(self) -> Any:
         """Return the numbers in float32, as an array of the library of the codes."""
         values = self._values(self.scale)[..., : self.shape[self.axis]]
-        xp = np if type(values) is np.ndarray else array_module(values)
+        xp = np
+        if type(values) is not np.ndarray:
+            xp = array_module(values)
         return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
     @property
     def _row(self) -> BlockFormat:
         """The format, of int4 with the length of its groups, by the shapes of codes and scales."""
         row = parse_format(self.format)
-        if row.elements is not INT4_CODES or self.scales is None:
+        if row.elements is not INT4_CODES:
             return row
-        groups = max(self.scales.shape[-1:], default=0)
-        return int4(self.codes.shape[-1] * 2 // groups if groups else row.block, symmetric=self.zeros is None)
+        length, groups = (max(getattr(x, "shape", ())[-1:], default=0) for x in (self.codes, self.scales))
+        group = row.block
+        if length and groups:
+            group = length * 2 // groups
+        return int4(group, symmetric=self.zeros is None)
 
     @property
     def _like(self) -> Any:
@@ -169,10 +187,13 @@ class QuantizedArray(Prepared):
         """The view of the numbers without the array's scale."""
         if self._viewed is not None:
             return self._viewed
-        row, last = self._row, self.ndim - 1
+        row = self._row
+        last = self.ndim - 1
         codes = codes_view(self.codes)
         others, _, padded = _layout(self.shape, self.axis, row)
-        strides = list(contiguous_strides((*others, padded)) if row.block else codes.strides)
+        strides = [*codes.strides]
+        if row.block:
+            strides = [*contiguous_strides((*others, padded))]
         strides.insert(self.axis, strides.pop())
         blocks = Blocks(row.name, self.axis - last - 1, row)
         dtype = _DTYPES[row.scales]
@@ -190,7 +211,7 @@ class QuantizedArray(Prepared):
 
     def _stored(self) -> tuple[ArrayView, ...]:
         """Return the views of codes and scales."""
-        return tuple(codes_view(x) for x in (self.codes, self.scales, self.zeros) if x is not None)
+        return tuple(codes_view(x) for x in self._parts if x is not None)
 
     def _values(self, scale: float) -> Any:
         """Return the numbers in float32 times a scale, padded, with the axis of the blocks last, contiguous.
@@ -199,9 +220,12 @@ class QuantizedArray(Prepared):
         """
         row = self._row.of_length(self.shape[self.axis])
         on_host = device_of(self.codes).is_host
-        xp = np if on_host else array_module(self.codes)
-        parts = (self.codes, self.scales, self.zeros)
-        codes, scales, zeros = (np.asarray(x) if on_host and x is not None else x for x in parts)
+        xp = np
+        if not on_host:
+            xp = array_module(self.codes)
+        codes, scales, zeros = self._parts
+        if on_host:
+            codes, scales, zeros = (None if x is None else np.asarray(x) for x in self._parts)
         count = prod(codes.shape if scales is None else scales.shape)
         codes = codes.reshape((count, (row.block or 1) * row.bits // 8))
         scales, zeros = (x if x is None else x.reshape((count,)) for x in (scales, zeros))
@@ -224,14 +248,22 @@ class QuantizedArray(Prepared):
 
 def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str) -> QuantizedArray:
     """Return an array in a narrow format, by the functions of its library, or by NumPy in host memory."""
-    xp, source = (np, view.ndarray()) if view.device.is_host else (array_module(x), x)
-    source = _blocks(xp.moveaxis(source, axis, -1), row.of_length(view.shape[axis]), xp)
+    if view.device.is_host:
+        xp = np
+        source = view.ndarray()
+    else:
+        xp = array_module(x)
+        source = x
+    of_axis = row.of_length(view.shape[axis])
+    source = _blocks(xp.moveaxis(source, axis, -1), of_axis, xp)
     with np.errstate(all="ignore"):
-        parts = [source[i] for i in _parts(len(source), row.of_length(view.shape[axis]), xp)]
+        parts = [source[i] for i in _parts(len(source), of_axis, xp)]
         scale = block_codes.array_scale(parts, row, xp)
-        found = zip(*(block_codes.encode(part, row, scale, xp, scale_rule) for part in parts), strict=True)
+        found = [block_codes.encode(part, row, scale, xp, scale_rule) for part in parts]
     shapes = part_shapes(view.shape, axis, row)
-    stored = [_joined(parts, shape or (), xp) for parts, shape in zip(found, shapes, strict=False)]
+    stored = [
+        _joined(of_part, shape or (), xp) for of_part, shape in zip(zip(*found, strict=True), shapes, strict=False)
+    ]
     return quantized_array(x, view.shape, row, axis, stored, scale)
 
 
@@ -239,13 +271,16 @@ def quantized_array(
     x: Any, shape: tuple[int, ...], row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
 ) -> QuantizedArray:
     """Return codes and scales, in host memory or of the library of ``x``, as arrays of this library."""
-    codes, scales, zeros = (*(None if part is None else _adopted(part, x) for part in stored), None, None)[:3]
+    adopted = [None if part is None else _adopted(part, x) for part in stored]
+    codes, scales, zeros = (*adopted, None, None)[:3]
     return QuantizedArray(codes, scales, row.name, shape, axis, scale, zeros)
 
 
 def parse_format(name: str) -> BlockFormat:
     """Return the format of this name, in any case; raise DTypeError if there is none."""
-    row = BLOCK_FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
+    row = None
+    if isinstance(name, str):
+        row = BLOCK_FORMATS.get(name.strip().lower())
     if row is None:
         raise DTypeError(
             f"format {quoted(name)} is not a narrow format; choose one of: {', '.join(BLOCK_FORMATS)}"
@@ -255,9 +290,9 @@ def parse_format(name: str) -> BlockFormat:
 
 
 def int4(group: int, *, symmetric: bool) -> BlockFormat:
-    """Return the format of int4 with groups of this length; raise DTypeError for a length that is not possible."""
+    """Return the format of int4 with groups of this length; raise SettingError for a length that is not possible."""
     if group not in GROUPS:
-        raise DTypeError(f"group of int4 is {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, got {quoted(group)}")
+        raise SettingError(f"group of int4 is {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, got {quoted(group)}")
     return replace(BLOCK_FORMATS["int4"], block=int(group), elements=INT4_CODES if symmetric else UINT4_CODES)
 
 
@@ -283,7 +318,9 @@ def _checked_part(name: str, array: Any, is_float: bool) -> Any:
     if not label.startswith(("uint8", "int8", "float8", "float4")):
         raise DTypeError(f"{name} are uint8, or another type of 8 bits with these bits, not {label}")
     if not isinstance(array, np.ndarray):
-        return array if label == "uint8" else array.view(array_module(array).uint8)
+        if label == "uint8":
+            return array
+        return array.view(array_module(array).uint8)
     array = array.view(np.uint8)
     array.flags.writeable = False
     return array
@@ -292,39 +329,49 @@ def _checked_part(name: str, array: Any, is_float: bool) -> Any:
 def _joined(parts: Any, shape: tuple[int, ...], xp: Any) -> Any:
     """Return the parts as one array in row-major order, which elementwise functions of NumPy need not keep."""
     joined = xp.concatenate(parts).reshape(shape)
-    return np.ascontiguousarray(joined) if xp is np else joined
+    if xp is np:
+        return np.ascontiguousarray(joined)
+    return joined
 
 
 def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], int, int]:
     """Return the lengths of the other axes, the number of blocks along the axis, and its length when padded."""
     row = row.of_length(shape[axis])
-    blocks = -(-shape[axis] // row.block) if row.block else 0
-    return (*shape[:axis], *shape[axis + 1 :]), blocks, blocks * row.block or shape[axis]
+    blocks = 0
+    if row.block:
+        blocks = -(-shape[axis] // row.block)
+    others = (*shape[:axis], *shape[axis + 1 :])
+    return others, blocks, blocks * row.block or shape[axis]
 
 
 def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[Any, ...]:
     """Return the shapes of codes, scales and zeros, None for those that the format lacks."""
     others, blocks, padded = _layout(shape, axis, row)
     of_blocks = (*others, blocks)
-    return (*others, padded * row.bits // 8), of_blocks if row.scales else None, of_blocks if row.has_zeros else None
+    scales = of_blocks if row.scales else None
+    zeros = of_blocks if row.has_zeros else None
+    return (*others, padded * row.bits // 8), scales, zeros
 
 
 def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
     """Return ``x`` in shape (blocks, elements), its last axis padded with zeros; blocks of 1 without blocks."""
     block = row.block or 1
-    if missing := -x.shape[-1] % block:
-        zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
-        x = xp.concatenate((x, zeros), -1)
+    x = block_codes.padded(x, x.ndim - 1, block, xp)
     return x.reshape((prod(x.shape) // block, block))
 
 
 def _part(x: Any, of: slice) -> Any:
-    return None if x is None else x[of]
+    if x is None:
+        return None
+    return x[of]
 
 
 def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
     """Return the ranges of blocks that are converted at once; one if there are no blocks."""
-    step = max(_AT_ONCE // (row.block or 1), 1) if xp is np else max(count, 1)
+    if xp is np:
+        step = max(_AT_ONCE // (row.block or 1), 1)
+    else:
+        step = max(count, 1)
     return [slice(i, i + step) for i in range(0, max(count, 1), step)]
 
 

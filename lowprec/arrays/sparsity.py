@@ -6,18 +6,16 @@ group counts as padded with zeros. Source: NVIDIA A100 whitepaper, "fine-grained
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import copy_of
-from lowprec.arrays.view import NUMPY_DTYPES, ArrayView
+from lowprec.arrays.view import NUMPY_DTYPES, Array, ArrayView
 from lowprec.errors import DTypeError, ShapeError, SparsityError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType
-from lowprec.util.strides import overlaps_itself
+from lowprec.util.strides import Shape, overlaps_itself
 
 #: The supported pattern.
 TWO_OF_FOUR = "2:4"
@@ -26,7 +24,7 @@ TWO_OF_FOUR = "2:4"
 _DTYPES = tuple(d for d in OPERAND_DTYPES if d.bits <= 32 and not d.is_complex)
 
 
-def check_sparsity(sparsity: str | None, prune: bool, dtype: DType, shape: tuple[int, ...]) -> None:
+def check_sparsity(sparsity: str | None, prune: bool, dtype: DType, shape: Shape) -> None:
     """Raise if ``prepare`` does not support these arguments. ``sparsity`` or ``prune`` is given."""
     if sparsity is None:
         raise SparsityError(f'prune={prune} needs sparsity=; pass sparsity="{TWO_OF_FOUR}" or omit prune=')
@@ -48,12 +46,15 @@ def sparse_copy(view: ArrayView, prune: bool, stream: int | None) -> ArrayView:
     if prune and overlaps_itself(view.shape, view.strides):
         raise ShapeError("b has elements that share memory; pass a contiguous copy to prune it")
     copy = copy_of(view, stream)
-    memory, device, (first, last), stream = provider(view.device), view.device, copy.extent(), stream or LEGACY_STREAM
+    memory = provider(view.device)
+    device = view.device
+    first, last = copy.extent()
+    stream = stream or LEGACY_STREAM
     strides = [s * view.dtype.itemsize for s in view.strides]
     buffer = np.empty(last - first, np.uint8)
     memory.copy(first, buffer.ctypes.data, buffer.nbytes, device, stream)
     memory.synchronize(stream, device)
-    x: NDArray[Any] = np.ndarray(view.shape, NUMPY_DTYPES[view.dtype], buffer, copy.address - first, strides)
+    x: Array = np.ndarray(view.shape, NUMPY_DTYPES[view.dtype], buffer, copy.address - first, strides)
     if prune:
         x[...] = pruned(x, view.dtype)
         memory.copy(buffer.ctypes.data, first, buffer.nbytes, device, stream)
@@ -63,7 +64,7 @@ def sparse_copy(view: ArrayView, prune: bool, stream: int | None) -> ArrayView:
     return copy
 
 
-def check_pattern(x: NDArray[Any], dtype: DType) -> None:
+def check_pattern(x: Array, dtype: DType) -> None:
     """Raise SparsityError if an array, shape (..., k, n), violates the pattern."""
     counts: NDArray[np.uint8] = np.sum([part != 0 for part in _by_position(x, dtype)], axis=0, dtype=np.uint8)
     violations = np.argwhere(counts > 2)
@@ -78,7 +79,7 @@ def check_pattern(x: NDArray[Any], dtype: DType) -> None:
     )
 
 
-def pruned(x: NDArray[Any], dtype: DType) -> NDArray[Any]:
+def pruned(x: Array, dtype: DType) -> Array:
     """Return a copy with the two largest magnitudes of each group; of equal ones, those with the lower index."""
     copy = np.array(x, order="K")
     parts = _by_position(x, dtype)
@@ -90,7 +91,7 @@ def pruned(x: NDArray[Any], dtype: DType) -> NDArray[Any]:
     return copy
 
 
-def _by_position(x: NDArray[Any], dtype: DType) -> list[NDArray[Any]]:
+def _by_position(x: Array, dtype: DType) -> list[Array]:
     """Return the magnitudes of the first, second, third and fourth element of all groups, as integers."""
     magnitudes = _magnitudes(x, dtype)
     missing = -x.shape[-2] % 4
@@ -99,7 +100,7 @@ def _by_position(x: NDArray[Any], dtype: DType) -> list[NDArray[Any]]:
     return [magnitudes[..., i::4, :] for i in range(4)]
 
 
-def _magnitudes(x: NDArray[Any], dtype: DType) -> NDArray[Any]:
+def _magnitudes(x: Array, dtype: DType) -> Array:
     """Return integers in the order of the magnitudes, 0 for zero; all NaN are equal, and the largest."""
     if dtype.format is None:
         return np.abs(x.astype(np.int16))

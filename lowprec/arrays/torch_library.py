@@ -18,7 +18,7 @@ from lowprec.arrays.base import Delegate, Library
 from lowprec.arrays.view import CPU, ArrayView, Device, stand_in
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
-from lowprec.util.strides import contiguous_strides
+from lowprec.util.strides import Shape, contiguous_strides
 
 #: Smallest result, in bytes, for which huge pages are requested; the same as in NumPy.
 LARGE_BYTES = 4 << 20
@@ -87,7 +87,9 @@ class TorchLibrary(Library):
 
     def check_type(self, array: Any) -> None:
         """Raise ArrayError for subclasses of Tensor that may have no memory of their own and are no operands."""
-        kind, tensor, parameter = type(array), self._torch.Tensor, self._torch.nn.Parameter
+        kind = type(array)
+        tensor = self._torch.Tensor
+        parameter = self._torch.nn.Parameter
         if kind in self._plain or kind.__torch_dispatch__ is not tensor.__torch_dispatch__:
             return
         if getattr(kind, "__torch_function__", None) not in (
@@ -113,7 +115,8 @@ class TorchLibrary(Library):
             why = _interception(self._torch)
             if why:
                 return Delegate("torch", why)
-        records, has_level = self._grad_enabled(), self._forward_ad._current_level >= 0
+        records = self._grad_enabled()
+        has_level = self._forward_ad._current_level >= 0
         for array in arrays:
             if type(array) not in self._plain:
                 return Delegate("torch", self.refusal(array))
@@ -144,7 +147,9 @@ class TorchLibrary(Library):
             strides = array.stride()
         except RuntimeError:
             return self._without_address(array, dtype)
-        device = CPU if array.is_cpu else self.device_of(array.device)
+        device: Device | None = CPU
+        if not array.is_cpu:
+            device = self.device_of(array.device)
         if device is None or (not address and 0 not in shape):
             return self._without_address(array, dtype)
         return ArrayView(dtype, shape, strides, device, array, False, address, copied)
@@ -168,8 +173,9 @@ class TorchLibrary(Library):
             )
         self._torch.autograd.graph.increment_version(array)
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        torch_dtype, strides = self._torch_dtypes[dtype], contiguous_strides(shape)
+    def allocate(self, shape: Shape, dtype: DType, device: Device, like: Any) -> ArrayView:
+        torch_dtype = self._torch_dtypes[dtype]
+        strides = contiguous_strides(shape)
         if device is CPU and self._empty_on_cpu is not None:
             array = self._empty_on_cpu(shape, strides, torch_dtype)
         else:
@@ -192,7 +198,9 @@ class TorchLibrary(Library):
         kind = self._device_types.get(device.type)
         if kind is None:
             return None
-        return CPU if kind == CPU.type else Device(kind, device.index or 0)
+        if kind == CPU.type:
+            return CPU
+        return Device(kind, device.index or 0)
 
     def _without_memory(self, array: Any) -> ArrayError:
         if array.is_nested:

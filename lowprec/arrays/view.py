@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.formats import Blocks, DType
-from lowprec.util.strides import contiguous_strides, reach
+from lowprec.util.strides import Shape, contiguous_strides, reach
+
+Array = NDArray[Any]
 
 #: NumPy dtype of each element type; bfloat16 and float8 are those of ml_dtypes.
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType}
@@ -51,7 +53,9 @@ class Device(NamedTuple):
 
     def __str__(self) -> str:
         name = _DEVICE_NAMES.get(self.type, f"dlpack_device_{self.type}")
-        return name if self.is_host else f"{name}:{self.index}"
+        if self.is_host:
+            return name
+        return f"{name}:{self.index}"
 
 
 #: Host memory, pinned memory included.
@@ -79,8 +83,8 @@ class ArrayView:
     """
 
     dtype: DType
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     device: Device
     owner: Any
     read_only: bool
@@ -110,19 +114,19 @@ class ArrayView:
         return (self,)
 
     def source(self, array: Any) -> Any:
-        """Return the array whose library orders the memory of this view; None for lowprec's copy of one."""
+        """Return the caller's array, whose stream orders this memory; None for our copy."""
         return array
 
     def widened(self) -> ArrayView:
         return self
 
-    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> ArrayView:
+    def strided(self, shape: Shape, strides: Shape, start: int = 0) -> ArrayView:
         """Return a plain, read-only view of the same memory from element ``start`` on."""
         address = self.address + start * self.dtype.itemsize
         return ArrayView(self.dtype, shape, strides, self.device, self.owner, True, address)
 
     @classmethod
-    def description(cls, dtype: DType, shape: tuple[int, ...]) -> ArrayView:
+    def description(cls, dtype: DType, shape: Shape) -> ArrayView:
         """Return the view of a contiguous array without memory."""
         return cls(dtype, shape, contiguous_strides(shape), CPU, None, False, 0)
 
@@ -144,7 +148,7 @@ class ArrayView:
         """Bytes of the elements; repeated elements of a broadcast view count each time."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def ndarray(self) -> NDArray[Any]:
+    def ndarray(self) -> Array:
         """Return a NumPy array that shares the memory and keeps it alive. Host memory only."""
         assert self.device.is_host, f"{self.device} memory has no NumPy array"
         dtype = NUMPY_DTYPES[self.dtype]
@@ -160,7 +164,7 @@ class ArrayView:
         if strides and min(strides) < 0:
             below = reach(self.shape, self.strides)[0] * itemsize
         memory = memory_at(self.address + below, self.owner)
-        array: NDArray[Any] = np.ndarray(self.shape, dtype, memory, -below, strides)
+        array: Array = np.ndarray(self.shape, dtype, memory, -below, strides)
         if self.read_only:
             array.flags.writeable = False
         return array
@@ -175,7 +179,10 @@ class ArrayView:
         return address + first * itemsize, address + (last + 1) * itemsize
 
     def __repr__(self) -> str:
-        marks = [", read-only"] if self.read_only else []
+        if self.read_only:
+            marks = [", read-only"]
+        else:
+            marks = []
         marks += [f", copied: {self.copied}"] if self.copied else []
         return (
             f"{type(self).__name__}({self.dtype}, shape={self.shape}, strides={self.strides}, "
@@ -192,8 +199,8 @@ class Layout:
     """Element type, shape and strides. Equal NumPy arrays share one, by whose identity an executor is found."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     lost: int  # the bits of an address that are zero if the elements are aligned
 
 
@@ -209,17 +216,19 @@ class HostView(ArrayView):
     def read_only(self) -> bool:  # type: ignore[override]
         return not self.owner.flags.writeable
 
-    def ndarray(self) -> NDArray[Any]:
-        array: NDArray[Any] = self.owner
+    def ndarray(self) -> Array:
+        array: Array = self.owner
         return array
 
 
 def stand_in(extent: Any) -> int:
     """Return an extent as a number for checks: a symbol becomes a number that is equal for equal symbols."""
-    return extent if type(extent) is int else 1009 + zlib.crc32(str(extent).encode()) % (1 << 20)
+    if type(extent) is int:
+        return extent
+    return 1009 + zlib.crc32(str(extent).encode()) % (1 << 20)
 
 
-class _Memory(ctypes.Array):  # type: ignore[type-arg]
+class _Buffer(ctypes.Array):  # type: ignore[type-arg]
     """A buffer that starts at an address and refers to the owner of the memory.
 
     ctypes never frees a class of arrays, so one class serves every size. Its length is a bound: NumPy accesses the
@@ -233,7 +242,7 @@ class _Memory(ctypes.Array):  # type: ignore[type-arg]
 
 def memory_at(address: int, owner: Any) -> Any:
     """Return a buffer that starts at an address and keeps ``owner`` alive."""
-    memory = _Memory.from_address(address)
+    memory = _Buffer.from_address(address)
     memory.owner = owner
     return memory
 
@@ -244,14 +253,18 @@ _base = np.zeros((3, 5), np.float32)
 #: The memory of this process in words of 8 bytes.
 WORDS: Any = (ctypes.c_uint64 * (sys.maxsize // 8)).from_address(0)
 #: Number of words before the address in a NumPy array, 0 if the address cannot be read.
-POINTER = object.__basicsize__ // 8 if sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 else 0
+POINTER = 0
+if sys.implementation.name == "cpython" and sys.maxsize > 1 << 32:
+    POINTER = object.__basicsize__ // 8
 if any(WORDS[(id(x) >> 3) + POINTER] != x.ctypes.data for x in (_base, _base[1:, 2:], _base[::-1]) if POINTER):
     POINTER = 0
 
 
-def data_pointer(array: NDArray[Any]) -> int:
+def data_pointer(array: Array) -> int:
     """Return the address of a NumPy array's first element."""
-    return WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
+    if POINTER:
+        return WORDS[(id(array) >> 3) + POINTER]  # type: ignore[no-any-return]
+    return int(array.ctypes.data)
 
 
 # Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.

@@ -11,8 +11,8 @@ from lowprec.arrays import library_of
 from lowprec.checking.accuracy import Array, Errors, Verdict
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import Load, Timing, load
-from lowprec.errors import ModeError, UnsupportedError, quoted
-from lowprec.modes import MathMode, ModeName, Recipe, parse_mode
+from lowprec.errors import ModeError, SettingError, UnsupportedError, quoted
+from lowprec.modes import ModeLike, parse_mode
 from lowprec.util.tracing import uncompiled
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
@@ -20,13 +20,7 @@ __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 
 @uncompiled
 def check(
-    a: Any,
-    b: Any,
-    /,
-    *,
-    modes: Sequence[ModeName | MathMode | Recipe] | None = None,
-    rounds: int | None = None,
-    budget: float = 2.0,
+    a: Any, b: Any, /, *, modes: Sequence[ModeLike] | None = None, rounds: int | None = None, budget: float = 2.0
 ) -> Comparison:
     """Multiply two arrays in each math mode; compare times, errors and bounds.
 
@@ -59,7 +53,9 @@ def check(
     DTypeError
         An operand is float64 or complex128, for which there is no wider reference.
     UnsupportedError
-        An operand is not in host memory, or ``rounds`` or ``budget`` is out of range.
+        An operand is not in host memory.
+    SettingError
+        ``rounds`` or ``budget`` is out of range.
 
     Examples
     --------
@@ -72,9 +68,9 @@ def check(
     """
     before = load()
     if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, Integral) or rounds < 1):
-        raise UnsupportedError(f"rounds must be an integer of at least 1, got {rounds!r}")
+        raise SettingError(f"rounds must be an integer of at least 1, got {rounds!r}")
     if not isinstance(budget, Real) or not 0 <= budget < math.inf:
-        raise UnsupportedError(f"budget must be a number of seconds, got {budget!r}")
+        raise SettingError(f"budget must be a number of seconds, got {budget!r}")
     named = [modes] if isinstance(modes, str) else modes
     if not isinstance(named, Iterable | None):
         raise ModeError(f"modes must be a sequence of math modes, got {quoted(modes)}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lowprec.core.blas import untaken
 from lowprec.formats import FLOAT32
 from lowprec.planning import GemmPlan
 from lowprec.util.plain import StrEnum
@@ -44,22 +45,32 @@ class Errors:
     bound: float  #: Guaranteed upper bound of ``normalised``.
     verdict: Verdict
 
+    @property
+    def is_above(self) -> bool:
+        """Whether the error is above its bound."""
+        return self.verdict is Verdict.ABOVE
+
 
 class Reference:
     """The float64 product of two operands as stored, whose own error is at most k 2^-53."""
 
     def __init__(self, a: Array, b: Array) -> None:
-        wide_a, wide_b = _wide(a), _wide(b)
+        x = _wide(a)
+        y = _wide(b)
         with np.errstate(all="ignore"):
-            self.product = np.asarray(np.matmul(wide_a, wide_b))
+            self.product = np.asarray(untaken(np.matmul, x, y))
         self._norm = _norm(self.product)
-        columns = wide_a[None, :] if a.ndim == 1 else wide_a
-        rows = wide_b[:, None] if b.ndim == 1 else wide_b
-        batch = np.broadcast_shapes(columns.shape[:-2], rows.shape[:-2])
-        self._norms_a = np.broadcast_to(np.linalg.norm(columns, axis=(-2, -1)), batch)
-        self._norms_b = np.broadcast_to(np.linalg.norm(rows, axis=(-2, -1)), batch)
-        self._m, self._n = columns.shape[-2], rows.shape[-1]
-        self._norm_ab = float(np.sqrt(np.sum((self._norms_a * self._norms_b) ** 2)))
+        if x.ndim == 1:
+            x = x[None, :]
+        if y.ndim == 1:
+            y = y[:, None]
+        batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        self._norms_a = np.broadcast_to(np.linalg.norm(x, axis=(-2, -1)), batch)
+        self._norms_b = np.broadcast_to(np.linalg.norm(y, axis=(-2, -1)), batch)
+        self._m = x.shape[-2]
+        self._n = y.shape[-1]
+        squares = (self._norms_a * self._norms_b) ** 2
+        self._norm_ab = float(np.sqrt(np.sum(squares)))
 
     def compare(self, result: Array, plan: GemmPlan) -> Errors:
         pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
@@ -70,9 +81,11 @@ class Reference:
             return Errors(math.nan, math.nan, bound, Verdict.NO_NUMBERS)
         with np.errstate(all="ignore"):
             error = _norm(_wide(result) - self.product)
-        relative, normalised = _ratio(error, self._norm), _ratio(error, self._norm_ab)
+        relative = _ratio(error, self._norm)
+        normalised = _ratio(error, self._norm_ab)
         # Inf is possible if a format's range is too small, or sums exceed that of the result.
-        largest = min((plan.out_dtype.format or FLOAT32).largest, FLOAT32.largest)
+        out_format = plan.out_dtype.format or FLOAT32
+        largest = min(out_format.largest, FLOAT32.largest)
         may_overflow = not guaranteed.unconditional or self._norm_ab > largest
         if normalised <= bound:
             verdict = Verdict.WITHIN
@@ -84,8 +97,8 @@ class Reference:
 
 
 def _wide(x: Array) -> Array:
-    wide: Array = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-    return wide
+    dtype = np.complex128 if x.dtype.kind == "c" else np.float64
+    return x.astype(dtype)
 
 
 def _norm(x: Array) -> float:
@@ -93,4 +106,6 @@ def _norm(x: Array) -> float:
 
 
 def _ratio(error: float, scale: float) -> float:
-    return error / scale if scale else (0.0 if error == 0 else math.inf)
+    if scale:
+        return error / scale
+    return math.inf if error else 0.0

@@ -10,20 +10,24 @@ from typing import Any
 import numpy as np
 
 from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
+from lowprec.checking.figures import errors_by_speed
 from lowprec.checking.measure import SMALL_SPREAD, Load, Timing, rotation, take_turns
 from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, Mode, available_modes, row
-from lowprec.planning import GemmPlan
-from lowprec.util.plain import finite
-from lowprec.util.tables import Table, html, plain_text
+from lowprec.planning import PlanReport
+from lowprec.report import Report
+from lowprec.util.plain import plain
+from lowprec.util.tables import Table
 
 Pair = tuple[Array, Array]
 
 #: Element types without a wider reference, and the types to cast them to.
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
+
+_COLUMNS = ("mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict")
 
 #: Columns omitted from a table that is too wide, in this order; ``plan`` and the plots show them.
 _OPTIONAL = ("kernel", "error", "spread", "time", "verdict", "bound")
@@ -64,7 +68,7 @@ class Variant:
         result: Array = dispatch.matmul(a, b, math_mode=self.mode)
         return result
 
-    def plan(self) -> GemmPlan:
+    def plan(self) -> PlanReport:
         return plan_call.plan(*self.sets[0], math_mode=self.mode)
 
 
@@ -80,7 +84,7 @@ class Row:
     """
 
     name: str  #: The requested mode; where no mode acts, the element types.
-    plan: GemmPlan
+    plan: PlanReport
     timing: Timing
     speedup: float  #: Relative to the first row.
     errors: Errors
@@ -89,14 +93,29 @@ class Row:
     @property
     def label(self) -> str:
         """The requested mode, and the one that ran if it differs."""
-        requested = self.plan.resolved.requested if self.plan.resolved else None
-        overruled = self.plan.mode_has_effect and requested is not None
-        return f"{self.name}, ran {self.plan.mode}" if overruled else self.name
+        plan = self.plan
+        if plan.resolved.requested is not None and plan.mode_has_effect:
+            return f"{self.name}, ran {plan.mode}"
+        return self.name
 
     def is_faster_than(self, other: Row) -> bool:
         """Whether this is another computation, and faster beyond the usual spread."""
         same = self.plan.kernel == other.plan.kernel and self.errors.relative == other.errors.relative
         return self.speedup > _FASTER * other.speedup and not same
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in a table."""
+        errors = self.errors
+        spread = self.timing.spread
+        return [
+            self.label,
+            str(self.plan.kernel),
+            seconds(self.timing.median),
+            f"{spread:.0%}" if spread is not None else "-",
+            f"{'~' * self.is_noisy}{self.speedup:.2f}x",
+            *map(_number, (errors.relative, errors.normalised, errors.bound)),
+            str(errors.verdict),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         errors = self.errors
@@ -110,15 +129,15 @@ class Row:
             "samples": len(self.timing.samples),
             "speedup": self.speedup,
             "noisy": self.is_noisy,
-            "error": finite(errors.relative),
-            "scaled_error": finite(errors.normalised),
-            "bound": finite(errors.bound),
+            "error": plain(errors.relative),
+            "scaled_error": plain(errors.normalised),
+            "bound": plain(errors.bound),
             "verdict": errors.verdict.name.lower(),
         }
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Report):
     """The math modes on one pair of operands; ``print`` shows table and summary.
 
     >>> import numpy as np
@@ -137,27 +156,29 @@ class Comparison:
     @property
     def within(self) -> bool:
         """Whether no error is above its bound."""
-        return all(row.errors.verdict is not Verdict.ABOVE for row in self.rows)
+        return not any(row.errors.is_above for row in self.rows)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks below the table; a remark on a busy machine is above it."""
-        plans = [row.plan for row in self.rows]
-        reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
-        notes = [p.note for p in plans if p.note]
-        # After a fallback caused by the data, the kernel that ran is not the table's.
-        fallbacks = [
-            f"{row.name}: {text}"
-            for row in self.rows
-            if row.errors.verdict in (Verdict.OVERFLOW, Verdict.NO_NUMBERS)
-            for text in row.plan.fallbacks
-        ]
-        above = [
-            f"{row.name}: the error is above its bound" for row in self.rows if row.errors.verdict is Verdict.ABOVE
-        ]
-        spread = any(row.timing.is_noisy for row in self.rows)
-        noise = [f"~: the times spread by more than {SMALL_SPREAD:.0%}; a larger budget takes more samples"] * spread
-        return tuple(dict.fromkeys((*above, *noise, *reasons, *notes, *fallbacks)))
+        """Sentences below the table; one on a busy machine is above it."""
+        shown = len(self.selection)
+        hidden = f"{shown} of {len(self.rows)} modes are shown; rows has all"
+        return (*self.notes, *[hidden] * (shown < len(self.rows)), self.summary)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on errors above their bounds, noise, modes and kernels."""
+        found = [f"{row.name}: the error is above its bound" for row in self.rows if row.errors.is_above]
+        if any(row.timing.is_noisy for row in self.rows):
+            found.append(f"~: the times spread by more than {SMALL_SPREAD:.0%}; a larger budget takes more samples")
+        for r in self.rows:
+            found += r.plan.resolved.reasons
+        found += [r.plan.note for r in self.rows if r.plan.note]
+        for r in self.rows:
+            # After a fallback caused by the data, the kernel that ran is not the table's.
+            if r.errors.verdict in (Verdict.OVERFLOW, Verdict.NO_NUMBERS):
+                found += [f"{r.name}: {text}" for text in r.plan.fallbacks]
+        return tuple(dict.fromkeys(found))
 
     @property
     def selection(self) -> tuple[Row, ...]:
@@ -170,9 +191,9 @@ class Comparison:
             # A row with the baseline's error is of use if it is faster.
             if r.is_faster_than(baseline) or _digit(r) != _digit(baseline):
                 fastest.setdefault(_digit(r), r)
-        above = [r for r in others if r.errors.verdict is Verdict.ABOVE]
-        chosen = {r.name for r in (baseline, *above, *list(fastest.values())[: MOST_ROWS - 1])}
-        return tuple(r for r in self.rows if r.name in chosen)
+        chosen = [baseline, *fastest.values()][:MOST_ROWS]
+        names = {r.name for r in chosen}
+        return tuple(r for r in self.rows if r.name in names or r.errors.is_above)
 
     @property
     def summary(self) -> str:
@@ -185,10 +206,11 @@ class Comparison:
                 best.append(r)
         if not best:
             return f"no mode is faster than {baseline.name} on this device"
-        texts = [f"{r.name}: {'about ' * r.is_noisy}{r.speedup:.1f} times" for r in best]
-        texts = [f"{text}, {_digit(r)}" for text, r in zip(texts, best, strict=True)]
+        texts = [f"{r.name}: {'about ' * r.is_noisy}{r.speedup:.1f} times, {_digit(r)}" for r in best]
         texts[0] = texts[0].replace(" times, ", f" times the speed of {baseline.name}, error ")
-        others = "at an equal or smaller error" if len(faster) > len(best) else "on this device"
+        others = "on this device"
+        if len(faster) > len(best):
+            others = "at an equal or smaller error"
         return f"{'; '.join(texts)}; no other mode is faster {others}"
 
     @property
@@ -198,30 +220,24 @@ class Comparison:
 
     def table_of(self, rows: Sequence[Row]) -> Table:
         title = f"{self.name}: {_spec(self.a)} @ {_spec(self.b)}"
-        columns = (
-            "mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict",
-        )  # fmt: skip
-        cells = [
-            (
-                r.label,
-                str(r.plan.kernel),
-                seconds(r.timing.median),
-                "-" if r.timing.spread is None else f"{r.timing.spread:.0%}",
-                f"{'~' * r.is_noisy}{r.speedup:.2f}x",
-                *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
-                str(r.errors.verdict),
-            )
-            for r in rows
-        ]
-        described = f"{title}, {self.description}" if self.description else title
-        return Table(described, columns, cells, _OPTIONAL)
+        if self.description:
+            title = f"{title}, {self.description}"
+        cells = [r.cells() for r in rows]
+        return Table(title, _COLUMNS, cells, _OPTIONAL)
+
+    def tables(self) -> list[Table]:
+        busy = [Table(self.load.remark, ())] if self.load.remark else []
+        return [*busy, self.table]
+
+    def figure(self) -> Any:
+        return errors_by_speed([self])
 
     def to_dict(self) -> dict[str, Any]:
-        operands = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in (("a", self.a), ("b", self.b))}
         return {
             "name": self.name,
             "description": self.description,
-            **operands,
+            "a": _described(self.a),
+            "b": _described(self.b),
             "rows": [row.to_dict() for row in self.rows],
             "summary": self.summary,
         }
@@ -230,35 +246,38 @@ class Comparison:
         within = sum(row.errors.verdict is Verdict.WITHIN for row in self.rows)
         return f"<Comparison {self.table.title}: {within} of {len(self.rows)} rows within their bounds>"
 
-    def __str__(self) -> str:
-        return "\n".join(filter(None, (self.load.remark, plain_text(self.table), *self._below)))
-
-    def _repr_html_(self) -> str:
-        return f"<div>{self.load.remark}</div>{html(self.table, self._below)}"
-
-    @property
-    def _below(self) -> tuple[str, ...]:
-        shown, count = len(self.selection), len(self.rows)
-        hidden = () if shown == count else (f"{shown} of {count} modes are shown; rows has all",)
-        return (*self.remarks, *hidden, self.summary)
-
 
 def seconds(value: float) -> str:
     """Return a time in the unit that suits it."""
-    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("us", 1e-6))
-    digits = value / scale
-    decimals = 2 if digits < 10 else 1 if digits < 100 else 0
-    return f"{digits:.{decimals}f} {unit}"
+    scale = 1e-6
+    unit = "us"
+    if value >= 1:
+        scale = 1.0
+        unit = "s"
+    elif value >= 1e-3:
+        scale = 1e-3
+        unit = "ms"
+    number = value / scale
+    decimals = (number < 10) + (number < 100)
+    return f"{number:.{decimals}f} {unit}"
 
 
 def _digit(row: Row) -> str:
     """Return the error with one significant digit."""
     error = row.errors.relative
-    return f"{error:.0e}".replace("e-0", "e-") if error else "0"
+    if not error:
+        return "0"
+    return f"{error:.0e}".replace("e-0", "e-")
 
 
 def _number(error: float) -> str:
-    return f"{error:.1e}" if math.isfinite(error) else "-"
+    if not math.isfinite(error):
+        return "-"
+    return f"{error:.1e}"
+
+
+def _described(x: ShapeDtype) -> dict[str, Any]:
+    return {"dtype": str(x.dtype), "shape": list(x.shape)}
 
 
 def _spec(x: ShapeDtype) -> str:
@@ -275,11 +294,11 @@ def variants_of(case: Case, modes: Sequence[Mode] | None = None) -> list[Variant
                 f"check the operands rounded to {_SINGLE[name]}"
             )
     if plan_call.plan(a, b).mode_has_effect:
-        acting = (mode for mode in available_modes() if row(mode).acts(DType.FLOAT32))
-        chosen = dict.fromkeys((MathMode.FP32, *(acting if modes is None else modes)))
-        return [Variant(str(mode), case.sets, mode) for mode in chosen]
+        if modes is None:
+            modes = [mode for mode in available_modes() if row(mode).acts(DType.FLOAT32)]
+        return [Variant(str(mode), case.sets, mode) for mode in dict.fromkeys((MathMode.FP32, *modes))]
     copies = [(x.astype(np.float32), y.astype(np.float32)) for x, y in case.sets]
-    stored = a.dtype.name if a.dtype == b.dtype else f"{a.dtype.name}, {b.dtype.name}"
+    stored = ", ".join(dict.fromkeys((a.dtype.name, b.dtype.name)))
     quantizing = [mode for mode in available_modes() if row(mode).quantizes]
     others = [Variant(str(mode), case.sets, mode) for mode in modes or quantizing if _acts(mode, a, b)]
     return [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None), *others]
@@ -303,7 +322,8 @@ def compare(
     ``step`` receives a description of each step: the first product of each variant, and the rounds.
     """
     reference = Reference(*case.sets[0])
-    plans, errors = {}, {}
+    plans = {}
+    errors = {}
     # Before anything is timed: the first product of a kind loads libraries and compiles.
     for variant in variants:
         step(variant.name)
@@ -313,12 +333,9 @@ def compare(
     spinning = [name for name, plan in plans.items() if plan.kernel == "numpy"]
     timings = take_turns({v.name: v for v in variants}, rounds, budget=budget, step=step, spinning=spinning)
     baseline = timings[variants[0].name]
-    rows = tuple(
-        Row(
-            name, plans[name], timing, timing.speedup_over(baseline), errors[name],
-            bool(load.remark) or timing.is_noisy or baseline.is_noisy,
-        )
-        for name, timing in timings.items()
-    )  # fmt: skip
+    rows = []
+    for name, timing in timings.items():
+        is_noisy = bool(load.remark) or timing.is_noisy or baseline.is_noisy
+        rows.append(Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name], is_noisy))
     a, b = (ShapeDtype(x.shape, x.dtype.name) for x in case.sets[0])
-    return Comparison(case.name, case.words, a, b, rows, load)
+    return Comparison(case.name, case.words, a, b, tuple(rows), load)

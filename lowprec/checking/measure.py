@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 #: Fewest samples for a median.
 MIN_ROUNDS = 3
 #: Default number of rounds; more are run while a spread is above ``SMALL_SPREAD``.
-USUAL_ROUNDS, SMALL_SPREAD = 7, 0.1
+USUAL_ROUNDS = 7
+SMALL_SPREAD = 0.1
 
 #: Shortest timed interval, in seconds, by repetition: the clock and a closure cost a microsecond.
 _SHORTEST_SAMPLE = 1e-3
@@ -27,7 +28,8 @@ _MOST_CALLS_PER_SAMPLE = 200
 SPIN_SECONDS = 0.15
 
 #: Most sets of operands in rotation, and most bytes of all sets.
-_MOST_SETS, _MOST_BYTES = 3, 2**28
+_MOST_SETS = 3
+_MOST_BYTES = 2**28
 
 #: Share of the CPUs used by other processes above which times are disturbed.
 _BUSY_SHARE = 0.25
@@ -111,9 +113,11 @@ def take_turns(
     A variant that is not in ``spinning`` is preceded by a pause of ``SPIN_SECONDS`` if it follows one that is, or the
     caller's own products.
     """
-    names, planned = list(variants), rounds or USUAL_ROUNDS
+    names = list(variants)
+    planned = rounds or USUAL_ROUNDS
     samples: dict[str, list[float]] = {name: [] for name in names}
-    begin, spins = time.perf_counter(), True
+    begin = time.perf_counter()
+    spins = True
     while True:
         number = len(samples[names[0]])
         timings = {name: Timing(tuple(values)) for name, values in samples.items()}

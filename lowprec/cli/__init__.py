@@ -66,6 +66,14 @@ class Parser(argparse.ArgumentParser):
         where = f"{command}: " if command else ""
         raise CommandError(f"{where}{message} (see {self.prog} --help)")
 
+    def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
+        """Raise for unknown options, which argparse leaves to the parser without those of the command."""
+        found, unknown = super().parse_known_args(*given)
+        if unknown:
+            similar = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
+        return found, unknown
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = list(action.choices)
@@ -84,11 +92,10 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
     parser.set_defaults(run=lambda _: _help(parser))
     for command in COMMANDS:
-        summary, _, text = (command.__doc__ or "").partition("\n\n")
         sub = commands.add_parser(
             command.__name__.rpartition(".")[2],
-            help=summary.rstrip("."),
-            description=f"{summary}\n\n{text.strip()}",
+            help=command.HELP.partition(".\n")[0],
+            description=command.HELP.rstrip(),
             epilog=command.EXAMPLES,
             **shared,
         )

@@ -22,6 +22,7 @@ from lowprec.checking.accuracy import Array
 from lowprec.checking.measure import rotation
 from lowprec.cli.output import CommandError
 from lowprec.formats import OPERAND_DTYPES, DType
+from lowprec.util.strides import Shape
 
 #: Exponents of the wide distribution are between -20 and 20; float16 ranges from 2^-24 to 2^16.
 _WIDE = 20
@@ -31,10 +32,10 @@ class Distribution(NamedTuple):
     """A description of random elements, and the function that draws them in float64."""
 
     words: str
-    draw: Callable[[np.random.Generator, tuple[int, ...]], Array]
+    draw: Callable[[np.random.Generator, Shape], Array]
 
 
-def _wide(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+def _wide(rng: np.random.Generator, shape: Shape) -> Array:
     exponents = rng.integers(-_WIDE, _WIDE, shape, endpoint=True)
     return np.ldexp(rng.standard_normal(shape), exponents)
 
@@ -47,7 +48,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 }
 
 
-def operand(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, distribution: str = "normal") -> Array:
+def operand(rng: np.random.Generator, shape: Shape, dtype: DType, distribution: str = "normal") -> Array:
     """Return a random array, also for both parts of complex numbers; int8 is uniform over all its values."""
     if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
@@ -63,15 +64,18 @@ def operand(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, dist
 
 
 def pairs(
-    rng: np.random.Generator, extents: tuple[int, ...], dtype: DType, distribution: str = "normal"
+    rng: np.random.Generator, extents: Shape, dtype: DType, distribution: str = "normal"
 ) -> list[tuple[Array, Array]]:
     """Return pairs of operands to rotate, for a product of extents ``(n,)`` or ``(m, k, n)``."""
-    m, k, n = extents * 3 if len(extents) == 1 else extents
-    shapes = (m, k), (k, n)
-    return [
-        (operand(rng, shapes[0], dtype, distribution), operand(rng, shapes[1], dtype, distribution))
-        for _ in range(rotation((m * k + k * n) * dtype.itemsize))
-    ]
+    if len(extents) == 1:
+        extents *= 3
+    m, k, n = extents
+    found = []
+    for _ in range(rotation((m * k + k * n) * dtype.itemsize)):
+        a = operand(rng, (m, k), dtype, distribution)
+        b = operand(rng, (k, n), dtype, distribution)
+        found.append((a, b))
+    return found
 
 
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
@@ -85,11 +89,12 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
         with warnings.catch_warnings(), open(source, "rb") as file:
             warnings.simplefilter("ignore")
             array: Array
-            if mapped and file.seekable():
+            if not file.seekable():
+                array = npy.read_array(io.BytesIO(file.read()), allow_pickle=False)
+            elif mapped:
                 array = npy.open_memmap(source, mode="r")
             else:
-                whole = file if file.seekable() else io.BytesIO(file.read())
-                array = npy.read_array(whole, allow_pickle=False)
+                array = npy.read_array(file, allow_pickle=False)
     except MemoryError:
         raise
     except OSError as error:
@@ -103,7 +108,8 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind == "V" and array.dtype.type is np.void:
         return _raw_as(path, array, dtype)
-    if array.dtype in map(NUMPY_DTYPES.get, OPERAND_DTYPES if dtype is None else (dtype,)):
+    accepted = OPERAND_DTYPES if dtype is None else (dtype,)
+    if array.dtype in map(NUMPY_DTYPES.get, accepted):
         return array
     return _converted(path, array, dtype)
 
@@ -115,7 +121,9 @@ def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     if not fitting:
         raise CommandError(f"{path} holds raw {size}-byte elements, which fit no dtype")
     if dtype is None or dtype.label not in fitting:
-        given = f"; --dtype {dtype} does not fit" if dtype is not None else ""
+        given = ""
+        if dtype is not None:
+            given = f"; --dtype {dtype} does not fit"
         raise CommandError(
             f"{path} holds raw {size}-byte elements, as NumPy stores {' and '.join(fitting)}{given}; "
             f"choose the type with --dtype {fitting[0]}"

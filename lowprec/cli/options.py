@@ -12,6 +12,7 @@ from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import Mode, mode_names, parse_mode
 from lowprec.planning import Bound
 from lowprec.planning.gpus import model_names, parse_capability, parse_model
+from lowprec.util.strides import Shape
 
 T = TypeVar("T")
 
@@ -29,20 +30,24 @@ def _named(read: Callable[[str], T], known: Collection[str] = ()) -> Callable[[s
     return named
 
 
+def _device(text: str) -> str:
+    if text == "cpu" or parse_capability(text):
+        return text
+    return parse_model(text).key
+
+
 mode: Callable[[str], Mode] = _named(lambda text: parse_mode(text, what="mode"))
 dtype: Callable[[str], DType] = _named(dtype_from_name, [str(x) for x in OPERAND_DTYPES])
 #: The CPU, or the name of a GPU, present or not.
-device: Callable[[str], str] = _named(
-    lambda text: text if text == "cpu" or parse_capability(text) else parse_model(text).key
-)
+device: Callable[[str], str] = _named(_device)
 
 
-def shape(text: str) -> tuple[int, ...]:
+def shape(text: str) -> Shape:
     words = text.lower().split("x")
     return tuple(_whole(word, text, "a shape; write one as 1024x512") for word in words)
 
 
-def extents(text: str) -> tuple[int, ...]:
+def extents(text: str) -> Shape:
     """Read the extents of a product: N, or MxKxN."""
     extent = shape(text)
     if len(extent) not in (1, 3) or 0 in extent:
@@ -123,11 +128,7 @@ def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument(name, **_SHARED[name])
 
 
-def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_operands(parser: argparse.ArgumentParser) -> None:
     for name, role in (("a", "left"), ("b", "right")):
-        parser.add_argument(
-            name,
-            metavar=f"{name.upper()}.npy",
-            nargs=None if required else "?",
-            help=f"{role} operand, as numpy.save writes it",
-        )
+        words = f"{role} operand, as numpy.save writes it"
+        parser.add_argument(name, metavar=f"{name.upper()}.npy", nargs="?", help=words)

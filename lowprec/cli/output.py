@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from lowprec.errors import LowprecError
 from lowprec.policy.environment import variables_set
-from lowprec.util.plain import finite
+from lowprec.util.plain import plain
 from lowprec.util.tables import Table, fill, plain_text
 
 #: Exit code after a mistake of the user.
@@ -27,12 +27,17 @@ class CommandError(LowprecError):
     """A mistake in the command line or in a file named there; the message is printed unchanged."""
 
 
-#: The width where the output is not a terminal.
+#: The width without a terminal.
 _PIPE_WIDTH = 120
 
 
 def columns() -> int:
-    return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+    """Return the width of the terminal, which may be that of standard error or input alone."""
+    width = _PIPE_WIDTH
+    for descriptor in (0, 2):
+        with contextlib.suppress(OSError):
+            width = os.get_terminal_size(descriptor).columns or width
+    return shutil.get_terminal_size((width, 24)).columns
 
 
 def print_tables(tables: Iterable[Table], most: int = sys.maxsize) -> None:
@@ -82,7 +87,7 @@ def _discard(stream: TextIO) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON document; Inf and NaN become null."""
-    print_text(json.dumps(finite(value), indent=2, allow_nan=False))
+    print_text(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 def in_terminal(text: str) -> str:

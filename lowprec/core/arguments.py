@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lowprec.arrays import ArrayView, is_array, library_of, may_overlap
-from lowprec.arrays.libraries import dense_method
+from lowprec.arrays.libraries import BY_TYPE, dense_method
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.backends import Arguments
-from lowprec.errors import ArrayError, DeviceError, DTypeError, LowprecError, ShapeError, UnsupportedError, quoted
+from lowprec.errors import (
+    ArrayError,
+    DeviceError,
+    DTypeError,
+    LowprecError,
+    SettingError,
+    ShapeError,
+    UnsupportedError,
+    quoted,
+)
 from lowprec.formats import Blocks, DType, dtype_from_name
 from lowprec.planning import Activation, GemmProblem, OperandSpec
 
@@ -44,7 +55,10 @@ class ShapeDtype:
 
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
-        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
+        if isinstance(self.shape, Iterable):
+            shape = tuple(self.shape)
+        else:
+            shape = (None,)
         if not all(isinstance(n, numbers.Integral) and 0 <= n < 2**63 for n in shape):
             raise ShapeError(f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}")
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
@@ -62,6 +76,8 @@ def parse_dtype(dtype: Any) -> DType:
 
 def described(x: Any) -> Any:
     """Return the view of a shape and dtype, as a contiguous array in host memory; other objects unchanged."""
+    if type(x) in BY_TYPE:
+        return x
     if isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x):
         raise ArrayError(
             f"{quoted(x)} is a shape without an element type; pass an array, or describe one by "
@@ -70,14 +86,17 @@ def described(x: Any) -> Any:
     if not _is_description(x):
         return x
     if not isinstance(x, ShapeDtype):
-        x = ShapeDtype(*x) if isinstance(x, tuple) else ShapeDtype(x.shape, x.dtype)
+        if isinstance(x, tuple):
+            x = ShapeDtype(*x)
+        else:
+            x = ShapeDtype(x.shape, x.dtype)
     return ArrayView.description(parse_dtype(x.dtype), x.shape)
 
 
 def _is_description(x: Any) -> bool:
     if isinstance(x, tuple):
         return len(x) == 2
-    if isinstance(x, type) or dense_method(x):
+    if isinstance(x, type | np.generic) or dense_method(x):
         return False
     return not isinstance(x, ArrayView | Prepared) and not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
 
@@ -103,15 +122,18 @@ def parse_number(name: str, value: Any) -> complex:
         raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
     number: complex = inf
     with suppress(OverflowError):
-        number = float(value) if isinstance(value, numbers.Real) else complex(value)
+        if isinstance(value, numbers.Real):
+            number = float(value)
+        else:
+            number = complex(value)
     if isinf(number) and number != value:
-        raise UnsupportedError(f"{name} is {quoted(value)}, which exceeds float64; scale the operands instead")
+        raise SettingError(f"{name} is {quoted(value)}, which exceeds float64; scale the operands instead")
     return number
 
 
 def parse_length(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ShapeError(f"{name} must be an integer of at least 1, got {quoted(value)}")
+        raise SettingError(f"{name} must be an integer of at least 1, got {quoted(value)}")
     return int(value)
 
 
@@ -167,27 +189,34 @@ class Options(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk, blocks = self
         return (
-            None if out is None else (out.device, out.dtype, out.shape, out.strides),
-            None if c is None else (c.device, c.dtype, c.shape, c.strides),
-            None if bias is None else (bias.device, bias.dtype, bias.shape, bias.strides),
+            getattr(out, "layout", None), getattr(c, "layout", None), getattr(bias, "layout", None),
             alpha != 1, alpha == 0, beta != 0, type(alpha) is complex or type(beta) is complex,
             _exceeds_float32(alpha), _exceeds_float32(beta),
             activation, out_dtype, type(scale_a), type(scale_b), k_chunk, blocks,
         )  # fmt: skip
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
-        out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         return GemmProblem(
-            a, b, self.out_dtype, out, c, bias, self.alpha != 1, self.beta != 0, self.activation, self.k_chunk,
+            a,
+            b,
+            self.out_dtype,
+            out=None if self.out is None else spec_of(self.out),
+            c=None if self.c is None else spec_of(self.c),
+            bias=None if self.bias is None else spec_of(self.bias),
+            has_alpha=self.alpha != 1,
+            has_beta=self.beta != 0,
+            activation=self.activation,
+            k_chunk=self.k_chunk,
             ignores_product=self.alpha == 0,
-        )  # fmt: skip
+        )
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream)
 
     def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
         """Whether ``out`` overlaps an operand, so that the result is computed in temporary memory."""
-        out, c = self.out, self.c
+        out = self.out
+        c = self.c
         if out is None:
             return False
         operands = (*a.stored(), *b.stored())
@@ -210,7 +239,7 @@ PLAIN = Options()
 
 
 def _exceeds_float32(value: complex) -> bool:
-    return any(_LARGEST_FLOAT32 < abs(x) < inf for x in (value.real, value.imag))
+    return _LARGEST_FLOAT32 < abs(value.real) < inf or _LARGEST_FLOAT32 < abs(value.imag) < inf
 
 
 def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
@@ -230,7 +259,10 @@ def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
                 continue
             scale = float(scale.ndarray().item())
         options = options._replace(alpha=options.alpha * scale)
-        options = options._replace(scale_a=None) if name == "scale_a" else options._replace(scale_b=None)
+        if name == "scale_a":
+            options = options._replace(scale_a=None)
+        else:
+            options = options._replace(scale_b=None)
     return options
 
 
@@ -245,7 +277,7 @@ def check_scalars(options: Options, compute_dtype: DType) -> None:
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
         if compute_dtype.itemsize <= compute_dtype.is_complex * 4 + 4 and _exceeds_float32(value):
-            raise UnsupportedError(
+            raise SettingError(
                 f"{name} is {value}, which float32 cannot represent; scale the operands instead, or make them float64"
             )
 

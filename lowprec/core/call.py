@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, Library, is_array, library_of
@@ -24,8 +25,8 @@ from lowprec.modes import Mode, ResolvedMode
 from lowprec.planning import parse_activation
 
 
-class Product(NamedTuple):
-    """The product of a library: the module whose ``product`` computes it, and the arguments that it lacks."""
+class OwnProduct(NamedTuple):
+    """The product of a library: the module whose ``product`` computes it, and keywords that it does not take."""
 
     module: str
     lacks: tuple[str, ...]
@@ -35,9 +36,9 @@ _IN_PLACE = ("out", "k_chunk", "scale_a", "scale_b")
 
 #: By ``Delegate.product``. The only place where a lower layer names the modules of layer 7.
 PRODUCTS = {
-    "torch": Product("lowprec.torch.functions", _IN_PLACE),
-    "jax": Product("lowprec.jax.product", _IN_PLACE),
-    "dask": Product("lowprec.dask", ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b")),
+    "torch": OwnProduct("lowprec.torch.functions", _IN_PLACE),
+    "jax": OwnProduct("lowprec.jax.product", _IN_PLACE),
+    "dask": OwnProduct("lowprec.dask", ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b")),
 }
 
 
@@ -67,7 +68,7 @@ class Call(NamedTuple):
 
 _NOTHING = (None,) * 5
 _ONE_ZERO = (1.0, 0.0)
-#: Makes a named tuple without a Python function.
+#: Skips the class's ``__new__``.
 _new = tuple.__new__
 
 
@@ -77,9 +78,11 @@ def bind(a: Any, b: Any, /, **arguments: Any) -> Call:
     ``arguments`` are those of :func:`lowprec.matmul` but for the mode. Shapes, element types and devices are checked
     together by :func:`look_up`.
     """
-    options, others, factors, delegate, name = PLAIN, _NOTHING, _ONE_ZERO, None, "a"
+    delegate = None
+    name = "a"
     try:
-        like, library = a, BY_TYPE.get(type(a))
+        like = a
+        library = BY_TYPE.get(type(a))
         if library is None:  # of a class that is looked up for the first time, or of a quantised array
             like = a._like if isinstance(a, Prepared) and a._like is not None else a
             library = library_of(like)
@@ -89,69 +92,92 @@ def bind(a: Any, b: Any, /, **arguments: Any) -> Call:
             a, b, c, bias = promoted((a, b), arguments.get("c"), arguments.get("bias"))
             like = like if is_quantized else a
             arguments = arguments and {**arguments, "c": c, "bias": bias}
-        x = library.describe(a) if like is a else a._view
+        if like is a:
+            x = library.describe(a)
+        else:
+            x = a._view
         name = "b"
         if alike:
             y: ArrayView = library.describe(b)
             if library.delegates:
                 delegate = library.delegate(like, b)
         else:
-            delegate = library.delegate(like)
-            if isinstance(b, Prepared):
-                y = b._view
-            else:
-                y = library_of(b).describe(b)
-                delegate = delegate or library_of(b).delegate(b)
+            y, delegate = _second(b, library.delegate(like))
     except (ArrayError, DTypeError) as error:
         error.argument = error.argument or name
         raise
-    if arguments:
-        options, others, delegate = _options(arguments, delegate)
-        factors = arguments.get("alpha", 1.0), arguments.get("beta", 0.0)
-    if x.blocks or y.blocks or (arguments and not (others[3] is others[4] is None)):
-        options = with_scales(options, x, y)
-    return _new(Call, (a, b, library, x, y, options, others, factors, delegate))
+    if arguments or x.blocks or y.blocks:
+        call = Call(a, b, library, x, y, PLAIN, _NOTHING, _ONE_ZERO, delegate)
+        return _with_arguments(call, arguments)
+    return _new(Call, (a, b, library, x, y, PLAIN, _NOTHING, _ONE_ZERO, delegate))
+
+
+def _second(b: Any, delegate: Delegate | None) -> tuple[ArrayView, Delegate | None]:
+    """Return the view of a ``b`` of another class than ``a``, and the product that one of the two needs."""
+    if isinstance(b, Prepared):
+        return b._view, delegate
+    library = library_of(b)
+    view = library.describe(b)
+    return view, delegate or library.delegate(b)
 
 
 _ARRAYS = ("out", "c", "bias", "scale_a", "scale_b")
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "activation": parse_activation,
+    "out_dtype": parse_out_dtype,
+    "k_chunk": functools.partial(parse_length, "k_chunk"),
+}
 
 
-def _options(given: dict[str, Any], delegate: Delegate | None) -> tuple[Options, tuple[Any, ...], Delegate | None]:
-    """Return options, their arrays, and the product that one of these needs if the operands need none."""
-    others = tuple([given.get(name) for name in _ARRAYS])
+def _with_arguments(call: Call, given: dict[str, Any]) -> Call:
+    """Return a call with the other arguments, and the product that one of them needs if the operands need none."""
+    delegate = call.delegate
+    others = tuple(map(given.get, _ARRAYS))
     views: list[Any] = [None] * 5
     for i, array in enumerate(others):
-        if array is None:
-            continue
-        name = _ARRAYS[i]
-        if i > 2 and not is_array(array):
-            views[i] = _scale(name, array)
-            continue
-        try:
-            library = library_of(array)
-            if library.delegates and delegate is None and (needed := library.delegate(array)):
-                delegate = needed._replace(why=f"{name}: {needed.why}")
-            view = library.describe(array) if i else library.writable_view(array)
-        except (ArrayError, DTypeError) as error:
-            if not str(error).startswith("out "):
-                error.argument = name
-            raise
-        views[i] = view if i < 3 else _scale(name, view)
+        if array is not None:
+            views[i], delegate = _view_of(_ARRAYS[i], array, delegate)
     out, c, bias, scale_a, scale_b = views
-    alpha, beta = given.get("alpha", 1.0), given.get("beta", 0.0)
-    for factor in (alpha, beta):  # JAX may trace it alone
+    alpha = given.get("alpha", 1.0)
+    beta = given.get("beta", 0.0)
+    factors = (alpha, beta)
+    for factor in factors:  # JAX may trace it alone
         if delegate is None and type(factor) is not float and is_array(factor):
             delegate = library_of(factor).delegate(factor)
-    alpha = alpha if type(alpha) is float else parse_number("alpha", alpha)
-    beta = beta if type(beta) is float else parse_number("beta", beta)
-    activation, out_dtype, k_chunk = given.get("activation"), given.get("out_dtype"), given.get("k_chunk")
-    activation = None if activation is None else parse_activation(activation)
-    out_dtype = None if out_dtype is None else parse_out_dtype(out_dtype)
-    k_chunk = None if k_chunk is None else parse_length("k_chunk", k_chunk)
+    if type(alpha) is not float:
+        alpha = parse_number("alpha", alpha)
+    if type(beta) is not float:
+        beta = parse_number("beta", beta)
+    parsed = {name: parse(given[name]) for name, parse in _PARSERS.items() if given.get(name) is not None}
+    options = Options(out, c, bias, alpha, beta, scale_a=scale_a, scale_b=scale_b, **parsed)
     if beta != 0 and c is None:
         raise ShapeError(f"beta is {beta}, but c is missing; pass c=")
-    options = Options(out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk)
-    return PLAIN if options == PLAIN else options, others, delegate
+    if options == PLAIN:
+        options = PLAIN
+    if call.x.blocks or call.y.blocks or scale_a is not None or scale_b is not None:
+        options = with_scales(options, call.x, call.y)
+    return _new(Call, (*call[:5], options, others, factors, delegate))
+
+
+def _view_of(name: str, array: Any, delegate: Delegate | None) -> tuple[ArrayView | float, Delegate | None]:
+    """Return the view of an array argument, or the number of a scale, and the product that is needed."""
+    is_scale = name.startswith("scale")
+    if is_scale and not is_array(array):
+        return _scale(name, array), delegate
+    try:
+        library = library_of(array)
+        if library.delegates and delegate is None and (needed := library.delegate(array)):
+            delegate = needed._replace(why=f"{name}: {needed.why}")
+        if name == "out":
+            view = library.writable_view(array)
+        else:
+            view = library.describe(array)
+    except (ArrayError, DTypeError) as error:
+        error.argument = name
+        raise
+    if is_scale:
+        return _scale(name, view), delegate
+    return view, delegate
 
 
 def _scale(name: str, value: Any) -> ArrayView | float:
@@ -175,8 +201,12 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: Mode | None = None) -
     entry = look_up(resolved, x, y, options)
     if delegate is not None:
         return _delegated(call, resolved, entry, backward_mode)
-    out, target, executor = others[0], options.out, entry.execute
-    like = a if not x.blocks else x.source(a)
+    out = others[0]
+    target = options.out
+    executor = entry.execute
+    like = a
+    if x.blocks:
+        like = x.source(a)
     if target is None:
         try:
             target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)
@@ -199,12 +229,15 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: Mode | None = None) -
     else:
         arguments = options.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(executor, arguments, library, (a, b, *others))
-    return library.wrap(target.owner, like, b, others[1], others[2]) if out is None else out
+    if out is None:
+        return library.wrap(target.owner, like, b, others[1], others[2])
+    return out
 
 
 def _execute_staged(entry: CachedExecutor, target: ArrayView, arguments: Arguments) -> None:
     """Compute a product in temporary memory, then copy it to an ``out`` that overlaps an operand."""
-    backend, stream = entry.backend, arguments.stream
+    backend = entry.backend
+    stream = arguments.stream
     with backend.temporary(entry.out_shape, entry.out_dtype, target.device, stream) as result:
         entry.execute(arguments._replace(out=result))
         backend.copy(result, target, stream)

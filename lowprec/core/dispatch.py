@@ -5,54 +5,23 @@ A repeated call (same device, dtypes, shapes, strides, mode and epilogue) gets i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from lowprec import policy
 from lowprec.arrays.signatures import of_first
 from lowprec.core.call import bind, run
+from lowprec.core.keywords import OF_PRODUCTS, ProductOptions, refuse_unknown, shows
 from lowprec.core.tolerance import mode_within
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, Recipe
+from lowprec.modes import parse_mode
 from lowprec.util.tracing import is_traced
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _without_defaults(function: F) -> F:
-    """Return ``matmul`` with a path for calls with a mode alone, which saves 0.2 us of defaults and checks of them."""
-
-    @functools.wraps(function)
-    def matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
-        if is_traced():  # after a graph break in the caller
-            return _traced_matmul(a, b, **keywords)
-        mode = keywords.pop("math_mode", None) if keywords else None
-        return function(a, b, math_mode=mode, **keywords) if keywords else run(bind(a, b), policy.resolve(mode))
-
-    return cast(F, matmul)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @of_first
-@_without_defaults
-def matmul(
-    a: Any,
-    b: Any,
-    /,
-    *,
-    out: Any = None,
-    c: Any = None,
-    alpha: complex = 1.0,
-    beta: complex = 0.0,
-    bias: Any = None,
-    activation: ActivationName | None = None,
-    out_dtype: Any = None,
-    math_mode: ModeName | MathMode | Recipe | None = None,
-    rtol: float | None = None,
-    bound: BoundName | None = None,
-    k_chunk: int | None = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-) -> Any:
+@shows(ProductOptions)
+def matmul(a: Any, b: Any, /, **options: Unpack[ProductOptions]) -> Any:
     """Multiply two arrays: ``out = activation(alpha * a @ b + beta * c + bias)``.
 
     Parameters
@@ -80,8 +49,8 @@ def matmul(
         operands may give float32, float32 operands a 16-bit type, float8 operands any of these and float8: rounded to
         nearest even, NaN (E4M3) or Inf (E5M2) beyond the range.
     math_mode : str, MathMode or Recipe, optional
-        Precision of float32 and complex64 products, in modes that quantise of float32, float16 and bfloat16 products;
-        see the mode table. Overrides ``with math_mode(...)``. Only
+        Acts on float32 and complex64; quantising modes also on float16 and bfloat16. See the mode table. Overrides
+        ``with math_mode(...)``. Only
         ``fp64_emulated`` acts on float64 and complex128 operands: another mode below FP32 gives one
         :class:`LowprecWarning` per process. A mode from a scope or a default gives no warning, because it may apply to
         code with several element types.
@@ -94,6 +63,9 @@ def matmul(
     k_chunk : int, optional
         For experts: length of the chunks of the inner dimension in which the (leading) product is summed. The default
         chunks keep the truncation error of tensor cores near the error of an FP32 sum.
+    backward_mode : str, MathMode or Recipe, optional
+        Mode of the two products of the backward pass of PyTorch and JAX; by default the forward product's. A guard that
+        is open during the backward pass, in JAX while it is traced, overrides it.
     scale_a, scale_b : number or array of one float32, optional
         Scales of float8 operands, by which their values were divided before rounding; factors of the product.
 
@@ -112,6 +84,8 @@ def matmul(
         The arrays are on different devices, or on an unsupported device.
     ModeError
         The mode or bound is unknown, or no mode meets ``rtol``.
+    SettingError
+        A factor or another argument has an illegal value.
     UnsupportedError
         The arguments are legal, but this device does not support the combination.
 
@@ -124,17 +98,29 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
-    plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
-    if plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0:
-        call = bind(a, b)
-    else:
-        call = bind(
-            a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
-            k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
-        )  # fmt: skip
+    if is_traced():  # after a graph break in the caller
+        return _traced_matmul(a, b, **options)
+    mode = None
+    if options:
+        mode = options.pop("math_mode", None)
+    if options:
+        return _multiply(a, b, mode, options)
+    return run(bind(a, b), policy.resolve(mode))
+
+
+def _multiply(a: Any, b: Any, math_mode: Any, options: Any) -> Any:
+    """Return a product with arguments other than the mode."""
+    if not OF_PRODUCTS.issuperset(options):
+        refuse_unknown("matmul", options, OF_PRODUCTS)
+    rtol = options.pop("rtol", None)
+    bound = options.pop("bound", None)
+    backward = options.pop("backward_mode", None)
+    if backward is not None:
+        backward = parse_mode(backward, "backward_mode")
+    call = bind(a, b, **options)
     if rtol is None and bound is None:
-        return run(call, policy.resolve(math_mode))
-    return run(call, mode_within(call, rtol, math_mode, bound)[0])
+        return run(call, policy.resolve(math_mode), backward)
+    return run(call, mode_within(call, rtol, math_mode, bound)[0], backward)
 
 
 def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:

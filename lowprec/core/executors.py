@@ -21,8 +21,9 @@ from lowprec.util.lock import locked
 
 _CACHE_SIZE = 4096
 _log = logging.getLogger("lowprec")
-_logs, _INFO = _log.isEnabledFor, logging.INFO
-#: Types on which some mode acts, and the types to which a warning advises to convert them for another mode.
+_logs = _log.isEnabledFor
+_INFO = logging.INFO
+#: The type to convert to, for the warning.
 _CONVERTED = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
 _CONVERTED |= {single: double for double, single in _CONVERTED.items()}
 
@@ -62,9 +63,11 @@ def look_up(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, *, observed: bool = True
 ) -> CachedExecutor:
     """Return the cached executor for these operands, or the observer's replacement if ``observed``."""
-    mode, draw = resolved.mode, 0
+    mode = resolved.mode
+    draw = 0
     if isinstance(mode, Recipe):
-        mode, draw = mode.plannable, mode.draw
+        draw = mode.draw
+        mode = mode.plannable
     key: tuple[Any, ...] = mode, None if options is PLAIN else options.key, x.layout, y.layout
     if resolved.emulates is not None:
         key = (*key, resolved.emulates)
@@ -92,9 +95,13 @@ def look_up(
 def _execute_logged(entry: CachedExecutor, resolved: ResolvedMode, arguments: Arguments) -> None:
     start = time.perf_counter()
     entry.execute(arguments)
-    elapsed, plan = time.perf_counter() - start, entry.plan
-    a, b = plan.problem.a, plan.problem.b
-    mode = f"{plan.mode} ({resolved.source})" if plan.mode_has_effect else "no mode acts"
+    elapsed = time.perf_counter() - start
+    plan = entry.plan
+    a = plan.problem.a
+    b = plan.problem.b
+    mode = "no mode acts"
+    if plan.mode_has_effect:
+        mode = f"{plan.mode} ({resolved.source})"
     _log.info(
         "matmul %s %s x %s %s, %s: kernel %s, %s %.3g ms", a.dtype, a.shape, b.dtype, b.shape, mode, plan.kernel,
         "took" if arguments.out.device.is_host else "queued in", elapsed * 1e3,
@@ -120,8 +127,9 @@ def warn_without_effect(plan: GemmPlan) -> None:
 
 def _warn_widened(plan: GemmPlan) -> None:
     """Warn, once per process, that a quantised ``b`` is widened because its blocks are along another axis than k."""
-    b, kernel = plan.problem.b, plan.kernel_row
-    is_decoded = b.blocks and b.dtype is DType.BFLOAT16 and kernel.decodes_b
+    b = plan.problem.b
+    kernel = plan.kernel_row
+    is_decoded = b.blocks and b.blocks.format in kernel.decodes_b
     if b.blocks and is_decoded and b.blocks.axis != (k_axis := -min(2, len(b.shape))):
         why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
         axes = f"axis={k_axis}, or -1 for the weight of linear"
@@ -144,7 +152,8 @@ def _added(key: tuple[Any, ...], mode: Mode, x: ArrayView, y: ArrayView, options
         return entry
     check_devices(options.views(x, y))  # before a device's capabilities
     backend = backend_of(x.device)
-    capabilities, staged = backend.capabilities(x.device), key[-1] == "staged"
+    capabilities = backend.capabilities(x.device)
+    staged = key[-1] == "staged"
     plan = plan_of(capabilities, mode, x, y, options)
     if staged:
         dtype = backend.staging_dtype(plan.out_dtype)

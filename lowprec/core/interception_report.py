@@ -6,14 +6,9 @@ Forked processes write their sums to files, which the report of the first proces
 
 from __future__ import annotations
 
-import atexit
-import functools
-import itertools
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +20,10 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 from lowprec import plotting
+from lowprec.report import Report
 from lowprec.util.plain import StrEnum
-from lowprec.util.tables import Table, fill, plain_text
-
-Shapes = tuple[tuple[int, ...], ...]
+from lowprec.util.strides import Shapes
+from lowprec.util.tables import Table
 
 #: Rows of a ledger; products of further layers are summed in one row per operator.
 _MOST_ROWS = 4096
@@ -45,15 +40,21 @@ class PassedBy(StrEnum):
 
     ELEMENT_TYPE = "the mode does not act on this element type"
     LAYER = "no mode for this layer"
+    NO_PARAMETER = "no product with a known parameter; the mode of others does not act on this element type"
     ATTENTION = "attention in one kernel, which hides its products"
     CONVOLUTION = "a convolution is no matrix product"
     RECURRENT = "recurrent layers in one kernel, which hides their products"
     FUSED = "a fused kernel, which hides its products"
     STORAGE = "sparse, quantised or nested storage"
     LINEAR_ALGEBRA = "a solver or a factorisation, not a product"
+    VECTORS = "vectors are not rounded"
+    LONG = "the inner dimension is too long for one sum of the mode"
+    NO_MEMORY = "no memory for the operands of the product"
     PRECISION = "the program chooses its precision"
     UNREACHED = "a function that cannot be replaced"
     REFUSED = "refused by lowprec"
+    OTHER_THREAD = "another thread or task, outside the block"
+    NOT_VISIBLE = "not visible: a package that calls no operators was loaded"
 
 
 class OperandStatistics(NamedTuple):
@@ -78,7 +79,8 @@ class Statistics(NamedTuple):
     error: float = 0.0
 
     def largest(self, other: Statistics) -> Statistics:
-        a, b = (OperandStatistics(*map(max, x, y)) for x, y in ((self.a, other.a), (self.b, other.b)))
+        a = OperandStatistics(*map(max, self.a, other.a))
+        b = OperandStatistics(*map(max, self.b, other.b))
         return Statistics(a, b, max(self.error, other.error))
 
 
@@ -109,7 +111,7 @@ class InterceptedProduct:
 
     layer: str  #: Name of the layer whose parameter is an operand, or was in the forward pass; empty if there is none.
     operator: str  #: The library's name, such as ``"addmm"``.
-    shapes: Shapes  #: Of the operands of the largest product; of the first two arrays where the library computed it.
+    shapes: Shapes  #: Shapes of the largest product's operands; of the first two arrays where the library computed it.
     dtype: str  #: Element type of the first operand.
     backward: bool  #: Whether they were part of a backward pass.
     mode: str  #: The resolved mode; empty where the library computed it.
@@ -129,7 +131,7 @@ class InterceptedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class InterceptionReport(plotting.Drawable):
+class InterceptionReport(Report):
     """The products of an interception; ``print`` shows them as tables.
 
     The figure shows each layer's share of the multiplications (of JAX's products, whose executions are not counted, of
@@ -159,22 +161,31 @@ class InterceptionReport(plotting.Drawable):
         """The products that the library computed."""
         return tuple(p for p in self.products if p.passed_by is not None)
 
-    def __str__(self) -> str:
-        return self.table()
+    _width = 120
 
-    def table(self, width: int = 120) -> str:
-        """Return the report as text tables with lines of this many characters."""
+    def tables(self) -> list[Table]:
         taken, passed = self.taken, self.passed
         summary = (
             f"{self.title}: {_count(taken)} taken ({_count(p for p in taken if p.backward)} in backward passes), "
             f"{_count(passed)} passed by{f', in {self.processes} processes' if self.processes > 1 else ''}"
         )
-        tables = [self._rows("taken", "mode", taken)] if taken else []
-        tables += [self._rows("passed by", "why", passed)] if passed else []
-        remarks = (fill(text, width) for text in self.remarks)
-        return "\n".join([fill(summary, width), *(plain_text(each, width) for each in tables), *remarks])
+        tables = [Table(summary, ())]
+        forward, backward = (
+            {name for p in taken if p.backward is direction for name in p.layer.split("|")}
+            for direction in (False, True)
+        )
+        halves = backward - forward
+        is_passed = any(not p.backward and (p.layer in halves or p.passed_by is PassedBy.NO_PARAMETER) for p in passed)
+        if halves and is_passed:
+            halved = f"Of {len(halves)} layers only backward products were taken; forward products were passed by."
+            tables.append(Table(halved, ()))
+        if taken:
+            tables.append(self._rows("taken", "mode", taken))
+        if passed:
+            tables.append(self._rows("passed by", "why", passed))
+        return tables
 
-    def _figure(self) -> Any:
+    def figure(self) -> Any:
         knows = any(p.multiplications for p in self.products)
         weight = attrgetter("multiplications" if knows else "count")
         layers: dict[str, list[InterceptedProduct]] = {}
@@ -197,25 +208,29 @@ class InterceptionReport(plotting.Drawable):
         return figure
 
     def _rows(self, title: str, last: str, products: tuple[InterceptedProduct, ...]) -> Table:
-        total, shows = sum(p.multiplications for p in self.products), self.statistics and title == "taken"
+        total = sum(p.multiplications for p in self.products)
+        columns = ["layer", "operator", "operands", "dtype", "pass", ">calls", ">share"]
+        measured = {}
+        if self.statistics and title == "taken":
+            measured = _STATISTICS
+            columns += [*measured, ">error"]
         rows = []
         for p in products:
             shapes = " @ ".join("x".join(map(str, shape)) or "scalar" for shape in p.shapes)
             direction = p.gradient or ("backward" if p.backward else "forward")
             share = f"{p.multiplications / total:.1%}" if p.multiplications else ""
-            measured = [_shown(p.a, p.b, i) for i in range(4)] + [f"{p.error:.1e}"] if shows else []
-            rows.append(
-                [p.layer, p.operator, shapes, p.dtype, direction, str(p.count), share, *measured, p.mode or p.reason]
-            )
-        measured = [">largest", ">underflow", ">clipped", ">blocks", ">error"] if shows else []
-        columns = ["layer", "operator", "operands", "dtype", "pass", ">calls", ">share", *measured, last]
-        return Table(title, columns, rows, ("pass", "dtype", "operands"))
+            row = [p.layer, p.operator, shapes, p.dtype, direction, str(p.count), share]
+            for i, text in enumerate(measured.values()):
+                both = (p.a[i], p.b[i])
+                row.append(", ".join(map(text.format, both)) if any(both) else "")
+            if measured:
+                row.append(f"{p.error:.1e}")
+            rows.append([*row, p.mode or p.reason])
+        return Table(title, [*columns, last], rows, ("pass", "dtype", "operands"))
 
 
-def _shown(a: OperandStatistics, b: OperandStatistics, i: int) -> str:
-    """Return a statistic of both operands as text."""
-    texts = [f"2^{x[i]:.0f}" if i == 3 else f"{x[i]:.1%}" if i else f"{x[i]:.2g}" for x in (a, b)]
-    return ", ".join(texts) if any((a[i], b[i])) else ""
+#: Columns of a table for the fields of :class:`OperandStatistics`, with their formats.
+_STATISTICS = {">largest": "{:.2g}", ">underflow": "{:.1%}", ">clipped": "{:.1%}", ">blocks": "2^{:.0f}"}
 
 
 def _count(products: Iterable[InterceptedProduct]) -> int:
@@ -228,7 +243,8 @@ class _Sum:
     __slots__ = ("count", "largest", "multiplications", "shapes", "statistics")
 
     def __init__(self) -> None:
-        self.count = self.multiplications = 0
+        self.count = 0
+        self.multiplications = 0
         self.largest = -1
         self.shapes: Shapes = ()
         self.statistics = Statistics()
@@ -238,7 +254,8 @@ class _Sum:
         self.multiplications += other.multiplications
         self.statistics = self.statistics.largest(other.statistics)
         if other.largest > self.largest:
-            self.largest, self.shapes = other.largest, other.shapes
+            self.largest = other.largest
+            self.shapes = other.shapes
 
 
 class Ledger:
@@ -247,10 +264,9 @@ class Ledger:
     def __init__(self) -> None:
         # By thread, so that no lock is needed.
         self._sums: dict[tuple[int, Row], _Sum] = {}
-        self.name = str(next(_numbers))  # the same in forked processes
         self.folder: Path | None = None  # of the sums of other processes
-        self._is_prepared = False
         self.notes: dict[str, None] = {}
+        self.collect: Callable[[], None] = lambda: None  # adds sums that C counted
         self.records_gradients = False
 
     def add(
@@ -265,31 +281,47 @@ class Ledger:
         found.count += 1
         found.multiplications += multiplications
         if multiplications > found.largest:
-            found.largest, found.shapes = multiplications, shapes()
+            found.largest = multiplications
+            found.shapes = shapes()
         if statistics is not None:
             found.statistics = found.statistics.largest(statistics)
 
-    def prepare_fork(self) -> None:
-        """Choose the folder for the sums of forked processes."""
-        self.folder = self.folder or _shared_folder()
-        if "multiprocessing.util" in sys.modules and not self._is_prepared:
+    def add_sum(self, row: Row, count: int, multiplications: int, largest: int, shapes: Shapes) -> None:
+        """Add several products of which ``largest`` is the number of multiplications of the largest one."""
+        added = _Sum()
+        added.count = count
+        added.multiplications = multiplications
+        added.largest = largest
+        added.shapes = shapes
+        self._sums.setdefault((get_ident(), row), _Sum()).add(added)
+
+    def mention(self, row: Row) -> None:
+        """Add a row without counts."""
+        self._sums.setdefault((0, row), _Sum())
+
+    def share(self, folder: Path) -> None:
+        """Write the sums of this process and those that it forks to a folder."""
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._start_child)
+
+    def _start_child(self) -> None:
+        """Drop the sums of the parent process in a forked one."""
+        self.collect()
+        self._sums = {}
+        if "multiprocessing.util" in sys.modules:  # whose children end without atexit
             from multiprocessing import util
 
-            # The children of multiprocessing end without atexit.
             util.register_after_fork(self, lambda ledger: util.Finalize(None, ledger.write, exitpriority=0))
-            self._is_prepared = True
-
-    def start_child(self) -> None:
-        """Drop the sums of the parent process in a forked one."""
-        self._sums = {}
-        atexit.register(self.write)
 
     def write(self) -> None:
         """Write the sums of this process for the report of the first one."""
+        self.collect()
         if self.folder is None or not self._sums:
             return
         with suppress(OSError):  # the folder is gone, and with it the report
-            path = self.folder / f"{self.name}-{os.getpid()}"
+            path = self.folder / str(os.getpid())
             path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
             path.with_suffix(".new").rename(path.with_suffix(".sums"))
 
@@ -301,9 +333,11 @@ class Ledger:
 
     def report(self, title: str, remarks: Iterable[str], statistics: bool) -> InterceptionReport:
         """Return the sums of all threads and of the processes that have ended."""
-        sums, processes = self._summed(), 1
-        for path in sorted(self.folder.glob(f"{self.name}-*.sums")) if self.folder else ():
-            processes += 1
+        sums = self._summed()
+        paths: list[Path] = []
+        if self.folder is not None:
+            paths = sorted(self.folder.glob("*.sums"))
+        for path in paths:
             for row, each in pickle.loads(path.read_bytes()).items():
                 sums.setdefault(row, _Sum()).add(each)
         products = [
@@ -319,21 +353,10 @@ class Ledger:
             found.append(
                 "No backward pass ran inside the block; one that runs after it is PyTorch's own, in full precision."
             )
-        return InterceptionReport(title, tuple(products), (*found, *remarks), processes, statistics)
-
-
-_numbers = itertools.count()
-
-
-@functools.cache
-def _shared_folder() -> Path:
-    """Return a folder that this process removes at its end, and its forked children use."""
-    folder, process = Path(tempfile.mkdtemp(prefix="lowprec-")), os.getpid()
-    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
-    return folder
+        return InterceptionReport(title, tuple(products), (*found, *remarks), 1 + len(paths), statistics)
 
 
 def multiplications_of(shapes: Shapes) -> int:
     """Return the number of multiplications of a product of two matrices or stacks of them."""
-    (a, b) = shapes
-    return prod(a) * (b[-1] if len(b) > 1 else 1)
+    a, b = shapes
+    return prod((*a, *b[1:][-1:]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
@@ -12,51 +11,36 @@ from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import described
 from lowprec.core.call import Call, bind
 from lowprec.core.executors import plan_of
+from lowprec.core.keywords import OF_PLANS, PlanOptions, refuse_unknown, shows
 from lowprec.core.tolerance import mode_within, other_choice
 from lowprec.errors import ArrayError, DTypeError, ShapeError
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, Recipe
-from lowprec.planning import Candidate, Copy, GemmPlan, Reason, ReasonKind
+from lowprec.planning import Candidate, Copy, GemmPlan, PlanReport, Reason, ReasonKind
 from lowprec.planning.stored import prepared_reason, sparse_reason
 from lowprec.util.strides import contiguous_strides
 from lowprec.util.tracing import uncompiled
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @uncompiled
-def plan(
-    a: Any,
-    b: Any,
-    /,
-    *,
-    out: Any = None,
-    c: Any = None,
-    alpha: complex = 1.0,
-    beta: complex = 0.0,
-    bias: Any = None,
-    activation: ActivationName | None = None,
-    out_dtype: Any = None,
-    math_mode: ModeName | MathMode | Recipe | None = None,
-    rtol: float | None = None,
-    bound: BoundName | None = None,
-    k_chunk: int | None = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    device: str | None = None,
-) -> GemmPlan:
+@shows(PlanOptions)
+def plan(a: Any, b: Any, /, **keywords: Unpack[PlanOptions]) -> PlanReport:
     """Return the execution plan of ``matmul`` with the same arguments, with reasons.
 
     Parameters
     ----------
     a, b : array, ShapeDtype, pair of shape and dtype, or anything with ``shape`` and ``dtype``
         As for :func:`lowprec.matmul`. A description is planned as a contiguous array in host memory.
-    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
-        As for :func:`lowprec.matmul`; descriptions are accepted as arrays.
+    out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b, backward_mode
+        As for :func:`lowprec.matmul`; descriptions are accepted as arrays. ``backward_mode`` is not planned.
     device : str, optional
         ``"cpu"``, or the model or compute capability of an NVIDIA GPU (``"h200"``, ``"sm_90"``, ``"9.0"``), for which
         the plan is a prediction from published data; it needs neither the GPU, a driver nor a CUDA library.
 
     Returns
     -------
-    GemmPlan
+    PlanReport
         Frozen and hashable; ``print`` shows a table, ``to_dict()`` returns plain values.
 
     Raises
@@ -74,26 +58,29 @@ def plan(
     >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
     'NVIDIA H200 SXM'
     """
-    arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
-    for name, x in arrays.items():
-        try:
-            arrays[name] = described(x)
-        except (ArrayError, DTypeError, ShapeError) as error:
-            error.argument = name
-            raise
-    a, b, out, c, bias = arrays.values()
-    call = bind(
-        a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
-        k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
-    )  # fmt: skip
+    refuse_unknown("plan", keywords, OF_PLANS)
+    a = _described("a", a)
+    b = _described("b", b)
+    given: dict[str, Any] = {**keywords}
+    for name in ("out", "c", "bias"):
+        if given.get(name) is not None:
+            given[name] = _described(name, given[name])
+    call = bind(a, b, **given)
+    device = keywords.get("device")
+    rtol = keywords.get("rtol")
+    bound = keywords.get("bound")
     views = call.options.views(call.x, call.y)
-    array_device = next((view.device for view in views.values() if not view.is_description), CPU)
-    capabilities = backend_of(array_device).capabilities(array_device) if device is None else predicted(device)
+    in_memory = [view for view in views.values() if not view.is_description]
+    array_device = in_memory[0].device if in_memory else CPU
+    if device is None:
+        capabilities = backend_of(array_device).capabilities(array_device)
+    else:
+        capabilities = predicted(device)
     candidates: tuple[Candidate, ...] = ()
     if rtol is None and bound is None:
-        resolved = policy.resolve(math_mode)
+        resolved = policy.resolve(keywords.get("math_mode"))
     else:
-        resolved, candidates = mode_within(call, rtol, math_mode, bound, capabilities)
+        resolved, candidates = mode_within(call, rtol, keywords.get("math_mode"), bound, capabilities)
     options = call.options
     planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
     copies = _exported_copies(views)
@@ -102,8 +89,8 @@ def plan(
         planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
         nbytes = prod(planned.out_shape) * planned.out_dtype.itemsize
         copies.append(Copy("out", (Reason.of(ReasonKind.OVERLAP),), nbytes))
-    is_there = device is None and not any(view.is_description for view in views.values())
-    return dataclasses.replace(
+    is_there = device is None and len(in_memory) == len(views)
+    return PlanReport.of(
         planned,
         resolved=resolved,
         candidates=candidates,
@@ -114,10 +101,22 @@ def plan(
     )
 
 
+def _described(name: str, x: Any) -> Any:
+    try:
+        return described(x)
+    except (ArrayError, DTypeError, ShapeError) as error:
+        error.argument = name
+        raise
+
+
 def _exported_copies(views: dict[str, ArrayView]) -> list[Copy]:
     """Return the copies that libraries made of their arrays."""
-    copied = [(name, view) for name, view in views.items() if view.copied is not None]
-    return [Copy(name, (Reason.of(ReasonKind.EXPORTED_COPY, how=x.copied),), x.nbytes) for name, x in copied]
+    copies = []
+    for name, view in views.items():
+        if view.copied is not None:
+            reason = Reason.of(ReasonKind.EXPORTED_COPY, how=view.copied)
+            copies.append(Copy(name, (reason,), view.nbytes))
+    return copies
 
 
 def _use_of_b(planned: GemmPlan, y: ArrayView) -> dict[str, Any]:
@@ -127,9 +126,10 @@ def _use_of_b(planned: GemmPlan, y: ArrayView) -> dict[str, Any]:
 
 
 def _algorithm(planned: GemmPlan, call: Call) -> tuple[tuple[str, str], ...]:
-    x, y, out = call.x, call.y, call.options.out if planned.problem.out else None
-    if out is None:
+    x = call.x
+    out = call.options.out
+    if out is None or planned.problem.out is None:
         # The address of a new array is aligned for every kernel.
         strides = contiguous_strides(planned.out_shape)
         out = ArrayView(planned.out_dtype, planned.out_shape, strides, x.device, None, False, 0)
-    return backend_of(x.device).describe(planned, call.options.arguments(x, y, out))
+    return backend_of(x.device).describe(planned, call.options.arguments(x, call.y, out))

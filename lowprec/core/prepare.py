@@ -16,7 +16,7 @@ from lowprec.core.arguments import spec_of
 from lowprec.core.executors import warn_without_effect
 from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
-from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
+from lowprec.modes import Mode, ModeLike, parse_mode
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.layout import Order, stacked_layout
 from lowprec.util.tracing import uncompiled
@@ -101,7 +101,9 @@ class PreparedOperand(Prepared):
         self._view.packed.clear()
 
     def __repr__(self) -> str:
-        sparse = f"{self.sparsity} sparse, " if self.sparsity else ""
+        sparse = ""
+        if self.sparsity:
+            sparse = f"{self.sparsity} sparse, "
         return (
             f"PreparedOperand({self.dtype} {self.shape}, {sparse}{self.order or 'strided'}, for {self.math_mode}, on "
             f"{self.device}, {self.packed_bytes:,} bytes packed in addition to {self.nbytes - self.packed_bytes:,})"
@@ -122,12 +124,7 @@ class PreparedOperand(Prepared):
 
 @uncompiled
 def prepare(
-    b: Any,
-    /,
-    *,
-    math_mode: ModeName | MathMode | Recipe | None = None,
-    sparsity: Literal["2:4"] | None = None,
-    prune: bool = False,
+    b: Any, /, *, math_mode: ModeLike | None = None, sparsity: Literal["2:4"] | None = None, prune: bool = False
 ) -> PreparedOperand:
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
@@ -145,8 +142,9 @@ def prepare(
     sparsity : {"2:4"}, optional
         Declare that ``b`` is 2:4 sparse: in each group of 4 consecutive elements along its second to last axis, at most
         2 are nonzero (NaN is nonzero). GPUs of compute capability 8.0 and later multiply such a ``b`` of float16,
-        bfloat16 or int8 by cuSPARSELt, in another order of summation and without most products with zeros, so that an
-        Inf in ``a`` need not give NaN there. On CPUs, and where :func:`plan` shows a reason, the product is dense.
+        bfloat16 or column-major int8 by cuSPARSELt, in another order of summation and without most products with
+        zeros, so that an Inf in ``a`` need not give NaN there. On CPUs, and where :func:`plan` shows a reason, the
+        product is dense.
     prune : bool, optional
         Keep the 2 largest magnitudes of each group (NaN is the largest; of equal ones, the lower index), and replace
         the others by zero. ``b`` is unchanged. By default a ``b`` that violates the pattern is an error.
@@ -179,23 +177,32 @@ def prepare(
     >>> product.shape, prepared.shape, prepared.math_mode.value, prepared.packed_bytes > 0
     ((8, 32), (64, 32), 'bf16x3', True)
     """
-    mode = policy.resolve().mode if math_mode is None else parse_mode(math_mode)
+    if math_mode is None:
+        mode = policy.resolve().mode
+    else:
+        mode = parse_mode(math_mode)
     if isinstance(b, Prepared) and b._like is not None:  # quantised: it is immutable, and keeps packed codes itself
         if sparsity is not None or prune:
             raise UnsupportedError("b is a quantised array, which has no sparsity; quantise a pruned array instead")
-        return PreparedOperand(b._view)
+        return PreparedOperand(b._view.prepared())  # type: ignore[attr-defined]  # a QuantizedView
     library = library_of(b)
     view = library.view(b)
     if not view.ndim:
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
     if sparsity is not None or prune:
         check_sparsity(sparsity, prune, view.dtype, view.shape)
-    plan = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
+    capabilities = backend_of(view.device).capabilities(view.device)
+    plan = plan_gemm(GemmProblem(*_operands(view)), capabilities, mode)
     if math_mode is not None:
         warn_without_effect(plan)
-    stream = None if view.device.is_host else library.current_stream(view.device)
-    prepared = PreparedView(copy_of(view, stream) if sparsity is None else sparse_copy(view, prune, stream), mode, {})
-    prepared.sparse_axis = None if sparsity is None else -2
+    stream = None
+    if not view.device.is_host:
+        stream = library.current_stream(view.device)
+    if sparsity is None:
+        prepared = PreparedView(copy_of(view, stream), mode, {})
+    else:
+        prepared = PreparedView(sparse_copy(view, prune, stream), mode, {})
+        prepared.sparse_axis = -2
     return PreparedOperand(prepared)
 
 

@@ -16,7 +16,7 @@ from lowprec.arrays.quantized import (
     quantized_array,
 )
 from lowprec.backends.cpu import quantizing
-from lowprec.errors import DTypeError, quoted
+from lowprec.errors import DTypeError, SettingError, quoted
 from lowprec.formats import FormatName
 from lowprec.util.tracing import uncompiled
 
@@ -88,15 +88,15 @@ def quantize(
     if row.name == "int4":
         row = int4(row.block if group is None else group, symmetric=symmetric)
     elif group is not None or not symmetric:
-        raise DTypeError(f"group and symmetric are arguments of the format int4; omit them for {row.name}")
+        raise SettingError(f"group and symmetric are arguments of the format int4; omit them for {row.name}")
     if scale_rule not in ("floor", "rceil"):
-        raise DTypeError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
+        raise SettingError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
     view = library.view(x)
     axis = checked_axis(axis, view.ndim)
-    if quantizing.encodes(view) and not row.has_float_scales:
+    if quantizing.encodes(view) and not row.has_zeros:
         stored, scale = quantizing.encode(view, axis, row, scale_rule, part_shapes(view.shape, axis, row)[:2])
         return quantized_array(x, view.shape, row, axis, stored, scale)
     return encoded(x, view, row, axis, scale_rule)

@@ -29,7 +29,8 @@ def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple
     if not joined:
         execute(arguments)
         return
-    device, stream = arguments.a.device, arguments.stream
+    device = arguments.a.device
+    stream = arguments.stream
     views = (*arguments[:5], arguments.scale_a, arguments.scale_b)
     others: dict[int, None] = {}
     owners = []

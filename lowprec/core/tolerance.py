@@ -9,7 +9,7 @@ from lowprec import policy
 from lowprec.backends import backend_of
 from lowprec.core.arguments import check_devices, spec_of
 from lowprec.errors import ModeError
-from lowprec.modes import TABLE, BoundName, MathMode, Mode, ModeName, ModeSource, Recipe, ResolvedMode, parse_mode
+from lowprec.modes import TABLE, BoundName, MathMode, Mode, ModeLike, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import Bound, Candidate, Capabilities, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm
 from lowprec.planning.selection import Selection, check_bound, check_rtol, select_mode
 
@@ -22,12 +22,15 @@ _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 def mode_within(
     call: Call,
     rtol: float | None,
-    math_mode: ModeName | MathMode | Recipe | None,
+    math_mode: ModeLike | None,
     bound: BoundName | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
     """Return the mode that ``rtol`` selects for a product, and all candidates (none if it is imposed)."""
-    measure = Bound.GUARANTEED if bound is None else check_bound(bound)
+    if bound is None:
+        measure = Bound.GUARANTEED
+    else:
+        measure = check_bound(bound)
     if rtol is None:
         raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")
     rtol = check_rtol(rtol)
@@ -38,7 +41,8 @@ def mode_within(
     imposed = policy.overriding_mode()
     if imposed is not None:
         return imposed, ()
-    x, y = call.x, call.y
+    x = call.x
+    y = call.y
     check_devices(call.options.views(x, y))
     problem = call.options.problem(spec_of(x), spec_of(y))
     capabilities = capabilities or backend_of(x.device).capabilities(x.device)
@@ -50,14 +54,16 @@ def mode_within(
     return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
 
 
-def mode_of(call: Call, math_mode: ModeName | MathMode | Recipe | None, rtol: float | None, bound: Any) -> ResolvedMode:
+def mode_of(call: Call, math_mode: ModeLike | None, rtol: float | None, bound: Any) -> ResolvedMode:
     if rtol is None and bound is None:
         return policy.resolve(math_mode)
     return mode_within(call, rtol, math_mode, bound)[0]
 
 
 def _excluded() -> frozenset[Mode]:
-    return _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
+    if policy.environment.snapshot().tf32_off:
+        return _TF32_MODES
+    return frozenset()
 
 
 def _within_chain(
@@ -88,7 +94,8 @@ def _within_chain(
 
 def other_choice(rtol: float, bound: str | None, planned: GemmPlan) -> Reason:
     """Return which bound ``rtol`` limits, and the mode that the other bound would choose."""
-    used, choice = Bound(bound or Bound.GUARANTEED), "no mode"
+    used = Bound(bound or Bound.GUARANTEED)
+    choice = "no mode"
     (other,) = set(Bound) - {used}
     with suppress(ModeError):
         selection = select_mode(planned.problem, planned.capabilities, float(rtol), _excluded(), other)

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from lowprec.core.dispatch import matmul
 from lowprec.jax.interception import intercept
-from lowprec.jax.product import matmul
 from lowprec.jax.steps import at_step
 
 __all__ = ["at_step", "intercept", "matmul"]

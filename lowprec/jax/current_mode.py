@@ -47,7 +47,7 @@ def _update(whole_process: bool = False) -> None:
     with suppress(EnvironmentVariableError):  # the product will raise it
         if whole_process:
             _context.set_global(Context().run(_modes))
-        if entries.current.get().outer is None:
+        if not entries.blocks():
             _outside.__exit__(None, None, None)
             return
         modes = _modes()

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowprec import policy
 from lowprec.errors import DeviceError, UnsupportedError
 from lowprec.formats import dtype_from_name, promote
-from lowprec.jax.lowering import Dimensions, free_axes, multiply
+from lowprec.jax.lowering import Axes, Dimensions, axes_of, multiply
 from lowprec.modes import of_pass
 
 _product_p = Primitive("lowprec_dot_general")
@@ -29,38 +29,29 @@ _stepped_p = Primitive("lowprec_dot_general_at_step")
 _PLATFORMS = ("cpu", "cuda")
 
 
-def dot_general(
-    a: Any,
-    b: Any,
-    step: Any = None,
-    *,
-    dimensions: Dimensions,
-    mode: str,
-    backward_mode: str,
-    out_dtype: str,
-    out_sharding: Any = None,
-) -> Any:
+def dot_general(a: Any, b: Any, step: Any = None, *, out_sharding: Any = None, **how: Any) -> Any:
     """Multiply two arrays of one element type in a mode, as ``lax.dot_general``.
 
-    ``step``, an int32 array of shape (), is that of stochastic recipes without one.
+    ``how`` has the dimensions, the names of ``mode`` and ``backward_mode``, and the ``out_dtype``. ``step``, an int32
+    array of shape (), is that of stochastic recipes without one.
     """
     # Under shard_map both vary over the same mesh axes then, so that gradients are summed over devices.
-    over_a, over_b = _varying(a), _varying(b)
+    over_a = _varying(a)
+    over_b = _varying(b)
     if over_b - over_a:
         a = lax.pcast(a, tuple(over_b - over_a), to="varying")
     if over_a - over_b:
         b = lax.pcast(b, tuple(over_a - over_b), to="varying")
-    primitive, operands = (_product_p, (a, b)) if step is None else (_stepped_p, (a, b, step))
-    return primitive.bind(
-        *operands, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype,
-        out_sharding=out_sharding,
-    )  # fmt: skip
+    if step is None:
+        return _product_p.bind(a, b, out_sharding=out_sharding, **how)
+    return _stepped_p.bind(a, b, step, out_sharding=out_sharding, **how)
 
 
 def _varying(x: Any) -> frozenset[str]:
     kind = jax.typeof(x)
-    axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-    return frozenset(axes)
+    if hasattr(kind, "vma"):
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying)
 
 
 def _abstract(
@@ -106,33 +97,39 @@ def _gradient(
 
     The gradient of ``a`` has ``gradient`` as its first operand, that of ``b`` as its second one.
     """
-    other, aval = (b, a.aval) if is_a else (a, b.aval)
-    # Of the operand and of the other one, in the forward product.
-    contracted, batch = dimensions if is_a else (axes[::-1] for axes in dimensions)
-    mode = of_pass(policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight").value
+    operands = (a, b)
+    number = 0 if is_a else 1
+    aval = operands[number].aval
+    other = operands[1 - number]
+    own = axes_of(aval, dimensions, number)
+    others = axes_of(other, dimensions, 1 - number)
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
-    x, y = (v.astype(dtype.label) for v in (gradient, other))
-    free = free_axes(aval.ndim, contracted[0], batch[0])
-    of_other = free_axes(other.ndim, contracted[1], batch[1])
     # Axes of the forward product: batch, free axes of ``a``, free axes of ``b``.
-    start = len(batch[0]) + (len(free) if is_a else 0)
-    summed = (tuple(range(start, start + len(of_other))), of_other)
+    start = len(own.batch)
+    if is_a:
+        start += len(own.free)
+    summed = (tuple(range(start, start + len(others.free))), others.free)
+    batch = (tuple(range(len(own.batch))), others.batch)
     # The remaining axes of ``other`` are its contracted ones, in ascending order.
-    in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
-    in_batch = tuple(range(len(batch[0]))), batch[1]
-    axes = [*batch[0], *free, *in_order]
+    in_order = tuple(mine for _, mine in sorted(zip(others.summed, own.summed, strict=True)))
+    factors = [gradient.astype(dtype.label), other.astype(dtype.label)]
+    axes = [own.free, in_order]
     if not is_a:
-        x, y, summed, in_batch = y, x, summed[::-1], in_batch[::-1]
-        axes = [*batch[0], *in_order, *free]
+        factors.reverse()
+        axes.reverse()
+        summed = summed[::-1]
+        batch = batch[::-1]
+    order = sum(axes, own.batch)
+    mode = of_pass(policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight").value
     product = dot_general(
-        x, y, step, dimensions=(summed, in_batch),
+        factors[0], factors[1], step, dimensions=(summed, batch),
         mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
-        out_sharding=_explicit_sharding(aval, axes),
+        out_sharding=_explicit_sharding(aval, order),
     )  # fmt: skip
-    return lax.transpose(product, tuple(axes.index(i) for i in range(len(axes)))).astype(aval.dtype)
+    return lax.transpose(product, tuple(order.index(i) for i in range(len(order)))).astype(aval.dtype)
 
 
-def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
+def _explicit_sharding(aval: Any, axes: Axes) -> Any:
     """Return an operand's sharding with permuted axes, by which JAX sums its gradient; None without explicit axes."""
     mesh = aval.sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -157,7 +154,9 @@ def _transposed(cotangent: Any, a: Any, b: Any, step: Any, **params: Any) -> tup
         found = ad.Zero(x.aval.to_ct_aval())
     else:
         found = _gradient(cotangent, a, b, step, is_a=is_a, **params)
-    return (found, None, None) if is_a else (None, found, None)
+    if is_a:
+        return found, None, None
+    return None, found, None
 
 
 ad.primitive_transposes[_stepped_p] = _transposed
@@ -174,30 +173,31 @@ def _batched(
     operands: tuple[Any, ...], mapped: tuple[int | None, ...], *, dimensions: Dimensions, out_sharding: Any, **rest: Any
 ) -> tuple[Any, int]:
     """Return the product of operands with a mapped axis: a batch axis where both have it, else a free one."""
-    (summed_a, summed_b), (batch_a, batch_b) = dimensions
     of_a, of_b, *of_step = mapped
     if any(axis is not None for axis in of_step):
         raise UnsupportedError(
             "the step of stochastic rounding differs along an axis that vmap maps; map the operands only"
         )
-    summed_a, batch_a = _shifted(summed_a, of_a), _shifted(batch_a, of_a)
-    summed_b, batch_b = _shifted(summed_b, of_b), _shifted(batch_b, of_b)
-    a, b, *step = operands
+    a, b, *_ = operands
+    summed: Any = tuple(map(_shifted, dimensions[0], mapped))
+    batch: Any = tuple(map(_shifted, dimensions[1], mapped))
     if of_a is not None and of_b is not None:
-        batch_a, batch_b, axis = (of_a, *batch_a), (of_b, *batch_b), 0
+        batch = ((of_a, *batch[0]), (of_b, *batch[1]))
+        axis = 0
     elif of_a is not None:
-        axis = len(batch_a) + free_axes(a.ndim, summed_a, batch_a).index(of_a)
+        axis = len(batch[0]) + axes_of(a, (summed, batch), 0).free.index(of_a)
     else:
-        axis = a.ndim - len(summed_a) + free_axes(b.ndim, summed_b, batch_b).index(cast(int, of_b))
+        axis = a.ndim - len(summed[0]) + axes_of(b, (summed, batch), 1).free.index(cast(int, of_b))
     if out_sharding is not None:
         spec = list(out_sharding.spec)
         out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:axis], None, *spec[axis:]))
-    wider = ((summed_a, summed_b), (batch_a, batch_b))
-    return dot_general(a, b, *step, dimensions=wider, out_sharding=out_sharding, **rest), axis
+    return dot_general(*operands, dimensions=(summed, batch), out_sharding=out_sharding, **rest), axis
 
 
 def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:
-    return axes if mapped is None else tuple(axis + (axis >= mapped) for axis in axes)
+    if mapped is None:
+        return axes
+    return tuple(axis + (axis >= mapped) for axis in axes)
 
 
 for _primitive in (_product_p, _stepped_p):

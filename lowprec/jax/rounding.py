@@ -97,7 +97,8 @@ def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
         done = jnp.int32(0)
         for step in range(1, steps + 1):
             upto = exponent * step // steps
-            real, done = real * _float((upto - done + 127) << 23), upto
+            real = real * _float((upto - done + 127) << 23)
+            done = upto
         return real
 
     return each_component(multiplied, x)
@@ -110,7 +111,9 @@ def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
         magnitude = _bits(part) & _MAGNITUDE
         return jnp.where(magnitude >= _INFINITY, 0, magnitude)
 
-    largest = jnp.maximum(size(x.real), size(x.imag)) if jnp.iscomplexobj(x) else size(x)
+    largest = size(x.real)
+    if jnp.iscomplexobj(x):
+        largest = jnp.maximum(largest, size(x.imag))
     binade = jnp.max(largest, axis=axes, keepdims=True, initial=0) >> 23
     exponent = jnp.where(binade == 0, 0, _TOP_EXPONENT + 127 - binade)
     return times_power_of_two(x, exponent, 2), exponent

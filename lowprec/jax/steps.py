@@ -20,7 +20,7 @@ _block = jax.make_user_context(None)
 
 @contextmanager
 def at_step(step: jax.Array) -> Iterator[None]:
-    """Give the stochastic products in a block, inside of a compiled function, their step as an array.
+    """Use this traced step for stochastic rounding in the block.
 
     Recipes with a step of their own keep it. Products of :class:`lowprec.jax.intercept` have none.
 
@@ -62,5 +62,6 @@ def at_step(step: jax.Array) -> Iterator[None]:
 
 def current_step(*modes: Mode | None) -> Any:
     """Return the step of the block if one of the modes is a recipe that uses it, otherwise None."""
-    uses = any(isinstance(m, Recipe) and m.rounding != "nearest" and not m.step for m in modes)
-    return _step.get() if uses else None
+    if any(isinstance(m, Recipe) and m.rounding != "nearest" and not m.step for m in modes):
+        return _step.get()
+    return None

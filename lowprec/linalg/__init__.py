@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowprec.arrays.signatures import of_first
 from lowprec.linalg import functions
-from lowprec.linalg.report import SolveReport
-from lowprec.modes import MathMode, ModeName, Recipe
+from lowprec.linalg.results import SolveReport
+from lowprec.modes import ModeLike
 from lowprec.util.tracing import uncompiled
 
 __all__ = ["SolveReport", "solve"]
@@ -62,7 +62,7 @@ def solve(
     /,
     *,
     method: str = "direct",
-    factor_mode: ModeName | MathMode | Recipe | None = None,
+    factor_mode: ModeLike | None = None,
     assume: str = "gen",
     full_output: bool = False,
 ) -> Any:
@@ -116,6 +116,7 @@ def solve(
     >>> str(report.method), report.fallbacks, report.backward_error < 1e-15
     ('refine', 0, True)
     """
+    from lowprec.core.blas import untaken
     from lowprec.linalg.solving import solve  # not by an attribute of this module, which may import SciPy
 
-    return solve(a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output)
+    return untaken(solve, a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output)

@@ -19,8 +19,9 @@ from lowprec.arrays.namespaces import array_module, cast, dtype_label
 from lowprec.core.dispatch import matmul
 from lowprec.modes import MathMode, Mode
 
-#: Most columns of a panel; rows that fit the cache, also when they are transposed; width of a strip of an update.
-_WIDTH, _ROWS, _STRIP = 512, 16, 1024
+_WIDTH = 512  # most columns of a panel
+_ROWS = 16  # rows that fit the cache, also when they are transposed
+_STRIP = 1024  # width of a strip of an update
 
 #: Returns the solution for right-hand sides (n, k), which may be changed.
 Solver = Callable[[Any], Any]
@@ -33,16 +34,21 @@ _LAPACK = {"numpy": "scipy.linalg", "torch": "torch.linalg", "jax": "jax.scipy.l
 def norms(x: Any) -> Any:
     """Return the 2-norm of each column, without overflow of the squares."""
     largest = np.abs(x).max(axis=0, initial=0.0)
-    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-    return scale * np.sqrt((np.abs(x / scale) ** 2).sum(axis=0))
+    is_scale = (largest > 0) & np.isfinite(largest)
+    scale = np.where(is_scale, largest, 1.0)
+    squares = np.abs(x / scale) ** 2
+    return scale * np.sqrt(squares.sum(axis=0))
 
 
 class Operations:
     """Operations of a factorization on the arrays of one library; NumPy's are those in host memory."""
 
     def __init__(self, like: Any) -> None:
-        self._like, self.xp, self._name = like, array_module(like), library_name(like)
-        self.is_numpy, self._is_torch = self._name == "numpy", self._name == "torch"
+        self._like = like
+        self._name = library_name(like)
+        self.xp = array_module(like)
+        self.is_numpy = self._name == "numpy"
+        self._is_torch = self._name == "torch"
         self.in_place = self._name != "jax"  # whether arrays are writable
 
     @property
@@ -62,10 +68,16 @@ class Operations:
 
     def to_host(self, x: Any) -> Any:
         """Return an array as a NumPy array."""
-        return x.get() if self._name == "cupy" else np.asarray(x.cpu() if self._is_torch else x)
+        if self._name == "cupy":
+            return x.get()
+        if self._is_torch:
+            x = x.cpu()
+        return np.asarray(x)
 
     def adjoint(self, x: Any) -> Any:
-        return x.mH.resolve_conj() if self._is_torch else x.conj().T
+        if self._is_torch:
+            return x.mH.resolve_conj()
+        return x.conj().T
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
         """Return the largest magnitude of each row and each column, and the Frobenius norm."""
@@ -73,9 +85,11 @@ class Operations:
         parts = []
         for i in range(0, len(a), step):
             part = abs(a[i : i + step])
-            rows, columns = (self.to_host(self.xp.amax(part, axis)) for axis in (1, 0))
+            rows = self.to_host(self.xp.amax(part, 1))
+            columns = self.to_host(self.xp.amax(part, 0))
             scale = float(rows.max()) or 1.0
-            parts.append((rows, columns, scale * float(((part / scale) ** 2).sum()) ** 0.5))
+            squares = (part / scale) ** 2
+            parts.append((rows, columns, scale * float(squares.sum()) ** 0.5))
         rows, columns, sizes = zip(*parts, strict=True)
         return np.concatenate(rows), np.maximum.reduce(columns), float(norms(np.array(sizes)))
 
@@ -85,11 +99,17 @@ class Operations:
             work = np.empty(a.shape, dtype, order)
             for i in range(0, len(a), _ROWS):
                 part = slice(i, i + _ROWS)
-                work[part] = a[part] if scales is None else a[part] * scales[0][part, None] * scales[1]
+                rows = a[part]
+                if scales is not None:
+                    rows = rows * scales[0][part, None] * scales[1]
+                work[part] = rows
             return work
         if scales is not None:
-            a = a * self.from_host(scales[0][:, None]) * self.from_host(scales[1])
-        return cast(a, dtype) if dtype_label(a.dtype) != dtype else self.xp.asarray(a, copy=True)
+            left, right = scales
+            a = a * self.from_host(left[:, None]) * self.from_host(right)
+        if dtype_label(a.dtype) == dtype:
+            return self.xp.asarray(a, copy=True)
+        return cast(a, dtype)
 
     def permuted(self, rows: Any, order: Any) -> Any:
         """Return rows in this order; may change the array."""
@@ -104,7 +124,8 @@ class Operations:
         if self._is_torch:
             both, pivots, _ = self._linalg.lu_factor_ex(a)
         elif self.is_numpy:
-            both, pivots, failure = self._linalg.get_lapack_funcs("getrf", (a,))(a, overwrite_a=True)
+            getrf = self._linalg.get_lapack_funcs("getrf", (a,))
+            both, pivots, failure = getrf(a, overwrite_a=True)
             if failure > 0:
                 raise np.linalg.LinAlgError("a pivot is zero")
         else:
@@ -113,19 +134,27 @@ class Operations:
 
     def lu_solver(self, a: Any) -> Solver:
         """Factor a matrix, stored in its memory."""
-        factors = self.lu(a.T if self.is_numpy else a)
+        solve = self._linalg.lu_solve
+        if self.is_numpy:
+            return partial(solve, self.lu(a.T), trans=1, check_finite=False)
         if self._is_torch:
-            return partial(self._linalg.lu_solve, *factors)
-        return partial(self._linalg.lu_solve, factors, trans=int(self.is_numpy), check_finite=False)
+            return partial(solve, *self.lu(a))
+        return partial(solve, self.lu(a), check_finite=False)
 
     def lu_panel(self, a: Any) -> tuple[Any, Any, Any]:
         """Factor a panel; return its square of both factors, the rows below, and the order of rows as a NumPy array."""
-        both, pivots = self.lu(self.lowered(a, a.dtype, None, "F") if self.is_numpy else a)
+        width = a.shape[1]
         order = list(range(len(a)))
-        for i, p in enumerate((self.to_host(pivots) - self._is_torch).tolist()):  # PyTorch counts from one
-            order[i], order[p] = order[p], order[i]
-        square = both[: a.shape[1]]
-        return np.asfortranarray(square) if self.is_numpy else square, both[a.shape[1] :], np.array(order)
+        if self.is_numpy:
+            a = self.lowered(a, a.dtype, None, "F")
+        both, pivots = self.lu(a)
+        pivots = self.to_host(pivots) - self._is_torch  # PyTorch counts from one
+        for i, pivot in enumerate(pivots.tolist()):
+            order[i], order[pivot] = order[pivot], order[i]
+        square = both[:width]
+        if self.is_numpy:
+            square = np.asfortranarray(square)
+        return square, both[width:], np.array(order)
 
     def cholesky(self, a: Any) -> Any:
         """Return the lower factor of a block; reads its lower triangle."""
@@ -160,19 +189,22 @@ def factor(rest: Any, ops: Operations, mode: Mode, *, is_positive: bool) -> Solv
     """Factor a matrix, stored in its memory; of a Hermitian one the lower triangle is read."""
     if not is_positive and mode in (MathMode.FP32, MathMode.FP32_PEDANTIC):
         return ops.lu_solver(rest)
-    width, factor_panel = min(_WIDTH, max(32, len(rest) // 128 * 16)), _cholesky_panel if is_positive else _lu_panel
-    strip = _STRIP if is_positive and ops.in_place else len(rest)
+    width = max(32, len(rest) // 128 * 16)
+    factor_panel = _cholesky_panel if is_positive else _lu_panel
+    update = partial(matmul, alpha=-1.0, beta=1.0, math_mode=mode)
     panels: list[_Panel] = []
     while True:
-        panel, rest = factor_panel(rest, ops, width)
+        panel, rest = factor_panel(rest, ops, min(_WIDTH, width))
         panels.append(panel)
         if not len(rest):
             return partial(_solution, panels, ops)
+        if not ops.in_place:
+            rest = update(panel.below, panel.right, c=rest)
+            continue
+        strip = _STRIP if is_positive else len(rest)
         for j in range(0, len(rest), strip):  # for Cholesky little more than the lower triangle
-            c, columns = rest[j:, j : j + strip], slice(j, j + strip)
-            out = c if ops.in_place else None
-            c = matmul(panel.below[j:], panel.right[:, columns], c=c, out=out, alpha=-1.0, beta=1.0, math_mode=mode)
-        rest = rest if ops.in_place else c
+            c = rest[j:, j : j + strip]
+            update(panel.below[j:], panel.right[:, j : j + strip], c=c, out=c)
 
 
 def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
@@ -181,7 +213,8 @@ def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
     rows = ops.permuted(rest[:, width:], order)
     right = matmul(_inverse(both, ops, True), rows[:width])
     if ops.in_place:
-        rows[:width], right = right, rows[:width]
+        rows[:width] = right
+        right = rows[:width]
     return _Panel(order, both, both, below, right), rows[width:]
 
 
@@ -199,11 +232,14 @@ def _inverse(lower: Any, ops: Operations, unit: bool) -> Any:
 def _solution(panels: list[_Panel], ops: Operations, b: Any) -> Any:
     parts = []
     for panel in panels:
-        k, is_lu = panel.lower.shape[1], panel.order is not None
-        b = ops.permuted(b, panel.order) if is_lu else b
+        k = panel.lower.shape[1]
+        is_lu = panel.order is not None
+        if is_lu:
+            b = ops.permuted(b, panel.order)
         parts.append(ops.triangular(panel.lower, b[:k], True, is_lu))
         b = matmul(panel.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
     for panel, part in zip(reversed(panels), reversed(parts), strict=True):
         part = matmul(panel.right, b, c=part, alpha=-1.0, beta=1.0)
-        b = ops.xp.concatenate((ops.triangular(panel.upper, part, False), b))
+        solved = ops.triangular(panel.upper, part, False)
+        b = ops.xp.concatenate((solved, b))
     return b

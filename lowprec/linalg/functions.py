@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache, reduce
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -51,8 +52,10 @@ _CUDA = 2  # ``DLDeviceType`` of dlpack.h
 
 def find(function: str, library: str) -> Callable[..., Any]:
     """Return a function of a library; raise UnsupportedError if there is none."""
-    other = OTHERS.get(function, {}).get(library)
-    paths = [other] if other else [f"{module}.{function}" for module in MODULES[library]]
+    other = OTHERS.get(function, {})
+    paths = [f"{module}.{function}" for module in MODULES[library]]
+    if library in other:
+        paths = [other[library]]
     remedy = "pass an array of another library"
     for path in paths:
         module, _, name = path.rpartition(".")
@@ -82,9 +85,9 @@ def _has(library: str, function: str) -> bool:
 def names() -> list[str]:
     """Return the names of the functions in the modules that are loaded."""
     functions = set(OTHERS)
-    for name in [name for modules in MODULES.values() for name in modules]:
-        module = sys.modules.get(name)
-        public = getattr(module, "__all__", dir(module)) if module else ()
+    modules = chain.from_iterable(MODULES.values())
+    for module in filter(None, map(sys.modules.get, modules)):
+        public = getattr(module, "__all__", dir(module))
         functions.update(x for x in public if x[0] != "_" and _is_function(getattr(module, x, None)))
     return sorted(functions)
 
@@ -94,7 +97,9 @@ def guarded(name: str) -> Callable[..., Any]:
     """Return a function that calls the function of this name of the arrays' library inside the guard."""
     if name not in OTHERS and not any(_has(library, name) for library in MODULES):
         close = get_close_matches(name, names())
-        hint = f"; names close to it: {', '.join(close)}" if close else ""
+        hint = ""
+        if close:
+            hint = f"; names close to it: {', '.join(close)}"
         raise AttributeError(f"lowprec.linalg: no loaded library has a function {name!r} of linear algebra{hint}")
 
     def function(*arguments: Any, **keywords: Any) -> Any:
@@ -124,7 +129,9 @@ def _call(function: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     work = find(function, library)
     with fp32_guard():
         result = work(*arguments, **keywords)
-    return _handed_back(library, result) if by_dlpack else result
+    if by_dlpack:
+        return _handed_back(library, result)
+    return result
 
 
 def _map_arrays(function: Callable[[Any], Any], x: Any) -> Any:
@@ -134,7 +141,9 @@ def _map_arrays(function: Callable[[Any], Any], x: Any) -> Any:
         return items if isinstance(x, list) else tuple(items)
     if isinstance(x, dict):
         return {key: _map_arrays(function, item) for key, item in x.items()}
-    return function(x) if is_array(x) else x
+    if is_array(x):
+        return function(x)
+    return x
 
 
 class Operands(NamedTuple):
@@ -147,7 +156,9 @@ class Operands(NamedTuple):
 
     def handed_back(self, result: Any) -> Any:
         """Convert a result of the library to the caller's kind of array."""
-        return _handed_back(self.library, result) if self.by_dlpack else result
+        if self.by_dlpack:
+            return _handed_back(self.library, result)
+        return result
 
 
 def operands(function: str, **arrays: Any) -> Operands:
@@ -209,8 +220,12 @@ def _handed_back(library: str, result: Any) -> Any:
         return result
     if isinstance(result, tuple):
         values = [_handed_back(library, x) for x in result]
-        return type(result)(*values) if hasattr(result, "_fields") else tuple(values)
+        if hasattr(result, "_fields"):
+            return type(result)(*values)
+        return tuple(values)
     if not isinstance(result, np.ndarray | np.generic):
         return result
     array = np.asarray(result)
-    return DLPackArray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
+    if array.dtype.kind in "iu":
+        array = array.astype(np.int32)
+    return DLPackArray(array)

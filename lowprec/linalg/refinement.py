@@ -16,7 +16,7 @@ import numpy as np
 from lowprec.core.dispatch import matmul
 from lowprec.linalg import factors
 from lowprec.linalg.factors import norms
-from lowprec.linalg.report import Reason
+from lowprec.linalg.results import Reason
 from lowprec.modes import Mode
 
 MAX_STEPS = 50  # applications of the factor to a right-hand side, in classical refinement and in GMRES
@@ -25,11 +25,13 @@ _PROGRESS = 0.5  # a step that leaves more than this share of the error is the l
 _GMRES_COLUMNS = 8  # largest number of right-hand sides that GMRES solves
 _PROBES = 2  # random vectors that estimate the norm of the inverse
 _EVEN = 1e-3  # rows and columns whose largest magnitudes are within this ratio are not scaled
-_RANGE = 2.0**-40, 2.0**40  # largest magnitudes of matrices whose products neither overflow nor underflow
+_SMALLEST = 2.0**-40  # products of matrices whose largest magnitude is between these two numbers neither overflow
+_LARGEST = 2.0**40  # nor underflow
 
 #: Accepted backward errors in units of the rounding error, at most 4 times those of direct solves (measured): of a
 #: rounded solution, divided by sqrt(n), and of the residual of a double precision system.
-_ROUNDING, _RESIDUAL = 1.0, 0.5
+_ROUNDING = 1.0
+_RESIDUAL = 0.5
 
 
 class Unsolved(Exception):
@@ -38,30 +40,37 @@ class Unsolved(Exception):
 
 def _ratios(r: Any, size: float, x: Any, b: Any) -> Any:
     """Return ``|r| / (size |x| + |b|)`` of each column."""
-    return np.where((r == 0).all(axis=0), 0.0, norms(r) / (size * norms(x) + norms(b)))
+    is_exact = (r == 0).all(axis=0)
+    return np.where(is_exact, 0.0, norms(r) / (size * norms(x) + norms(b)))
 
 
 def _power(x: Any) -> Any:
     """Return a power of two near the reciprocal of each number."""
     limit = np.finfo(x.dtype).maxexp - 24
-    return np.ldexp(x.dtype.type(1.0), -np.clip(np.frexp(x)[1], -limit, limit))
+    _, exponents = np.frexp(x)
+    return np.ldexp(x.dtype.type(1.0), -np.clip(exponents, -limit, limit))
 
 
 def _product(a: Any, x: Any, ops: factors.Operations, b: Any = None) -> Any:
     """Return ``a x``, or ``b - a x``, of single precision operands in float64 and rounded once."""
-    rest = {} if b is None else {"c": ops.from_host(b), "alpha": -1.0, "beta": 1.0}
-    return ops.to_host(matmul(a, ops.from_host(x), math_mode="fp64", **rest))
+    x = ops.from_host(x)
+    if b is None:
+        return ops.to_host(matmul(a, x, math_mode="fp64"))
+    c = ops.from_host(b)
+    return ops.to_host(matmul(a, x, c=c, alpha=-1.0, beta=1.0, math_mode="fp64"))
 
 
 def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
     """Return ``|b - a x| / (|a| |x| + |b|)`` of each column, of operands scaled by powers of two."""
     rows, _, size = ops.magnitudes(a)
-    if not _RANGE[0] < rows.max() < _RANGE[1]:
+    if not _SMALLEST < rows.max() < _LARGEST:
         power = _power(rows.max())
         a = ops.lowered(a, b.dtype.name, (np.full_like(rows, power), np.ones_like(rows)))
-        b, size = b * power, size * power
+        b = b * power
+        size *= power
     power = _power(np.abs(x).max(axis=0))
-    x, b = x * power, b * power
+    x = x * power
+    b = b * power
     return _ratios(_product(a, x, ops, b), size, x, b)
 
 
@@ -70,8 +79,12 @@ class System:
 
     def __init__(self, a: Any, dtype: np.dtype[Any], ops: factors.Operations, *, is_positive: bool) -> None:
         self.n = int(a.shape[0])
-        self._a, self._dtype, self._ops, self._is_positive = a, dtype, ops, is_positive
-        self._real, self._unit = np.dtype(dtype.char.lower()), float(np.finfo(dtype).eps) / 2
+        self._a = a
+        self._dtype = dtype
+        self._ops = ops
+        self._is_positive = is_positive
+        self._real = np.dtype(dtype.char.lower())
+        self._unit = float(np.finfo(dtype).eps) / 2
         self._narrow = "complex64" if dtype.kind == "c" else "float32"
         #: Factors of rows and columns; the norms of the scaled and of the given matrix.
         self.left: Any = 1.0
@@ -79,7 +92,8 @@ class System:
         self._work = ops.lowered(a, self._narrow, None)
         rows, columns, self._norm = ops.magnitudes(self._work)
         self._given_norm = self._norm
-        if not (min(rows.min(), columns.min()) > _EVEN * rows.max() and _RANGE[0] < rows.max() < _RANGE[1]):
+        is_even = min(rows.min(), columns.min()) > _EVEN * rows.max()
+        if not (is_even and _SMALLEST < rows.max() < _LARGEST):
             self._scale()
 
     def _scale(self) -> None:
@@ -89,23 +103,28 @@ class System:
         if not np.isfinite(rows.max()):
             raise Unsolved(Reason.NOT_FINITE)
         if self._is_positive:
-            diagonal = ops.to_host(a.diagonal()).real
-            left = np.ldexp(1.0, -(np.frexp(diagonal)[1] >> 1)).astype(self._real)
-        else:
-            diagonal, left = rows, _power(rows)
-        if not min(diagonal.min(), columns.min()) > 0:
+            rows = ops.to_host(a.diagonal()).real
+        if not min(rows.min(), columns.min()) > 0:
             raise Unsolved(Reason.BREAKDOWN)
-        _, columns, _ = ops.magnitudes(ops.lowered(a, self._dtype.name, (left, np.ones_like(left))))
-        right = left if self._is_positive else _power(columns)
+        if self._is_positive:
+            _, exponents = np.frexp(rows)
+            left = right = np.ldexp(1.0, -(exponents >> 1)).astype(self._real)
+        else:
+            left = _power(rows)
+            _, columns, _ = ops.magnitudes(ops.lowered(a, self._dtype.name, (left, np.ones_like(left))))
+            right = _power(columns)
         self._a = ops.lowered(a, self._dtype.name, (left, right))
         self._work = ops.lowered(self._a, self._narrow, None)
-        self._norm = ops.magnitudes(self._work)[2]
-        self.left, self.right = left[:, None], right[:, None]
+        _, _, self._norm = ops.magnitudes(self._work)
+        self.left = left[:, None]
+        self.right = right[:, None]
 
     def factor(self, mode: Mode) -> None:
         """Factor the scaled matrix; replaces an earlier factor."""
-        work, self._work = self._work, None
-        work = self._ops.lowered(self._a, self._narrow, None) if work is None else work
+        work = self._work
+        self._work = None
+        if work is None:
+            work = self._ops.lowered(self._a, self._narrow, None)
         try:
             self._solve = factors.factor(work, self._ops, mode, is_positive=self._is_positive)
         except np.linalg.LinAlgError:
@@ -113,7 +132,8 @@ class System:
 
     def correction(self, r: Any) -> Any:
         """Return the solution for right-hand sides in the precision of the factor."""
-        return self._ops.to_host(self._solve(self._ops.from_host(r.astype(self._narrow)))).astype(self._dtype)
+        solution = self._solve(self._ops.from_host(r.astype(self._narrow)))
+        return self._ops.to_host(solution).astype(self._dtype)
 
     def product(self, x: Any, b: Any = None) -> Any:
         """Return the product of the matrix and vectors, or the residual ``b - a x``."""
@@ -121,8 +141,10 @@ class System:
 
     def errors(self, r: Any, x: Any, b: Any) -> Any:
         """Return each column's backward error, of the scaled matrix and of the given one, over the accepted one."""
-        limit = self._unit * max(_ROUNDING / np.sqrt(self.n), _RESIDUAL * (self._real == np.float64))
-        scaled = _ratios(r, self._norm, x, b) / limit
+        limit = _ROUNDING / np.sqrt(self.n)
+        if self._real == np.float64:
+            limit = max(limit, _RESIDUAL)
+        scaled = _ratios(r, self._norm, x, b) / (self._unit * limit)
         # In the given matrix one row or column may outweigh the others, as if n were 1.
         given = _ratios(r / self.left, self._given_norm, x * self.right, b / self.left)
         return np.maximum(scaled, given / (self._unit * _ROUNDING))
@@ -131,8 +153,9 @@ class System:
         """Return a first solution and the estimated condition of the scaled matrix, in the Frobenius norm."""
         probes = np.random.default_rng(0).standard_normal((self.n, _PROBES)).astype(self._dtype)
         columns = self.correction(np.hstack([b, probes]))
-        x, inverse = columns[:, :-_PROBES].copy(), columns[:, -_PROBES:]
-        condition = self._norm * float(np.sqrt(np.mean(norms(inverse) ** 2)))
+        x = columns[:, :-_PROBES].copy()
+        inverse = norms(columns[:, -_PROBES:])
+        condition = self._norm * float(np.sqrt(np.mean(inverse**2)))
         if not (condition * self._unit < 1 and np.isfinite(x).all()):  # else singular in the working precision
             raise Unsolved(Reason.BREAKDOWN)
         return x, condition
@@ -149,17 +172,20 @@ class Refinement:
         self._x, self.condition = system.first(self._b)
         self._r = np.array(system.product(self._x, self._b))  # JAX arrays are read-only
         self._errors = system.errors(self._r, self._x, self._b)
-        self.steps, self.gmres_steps = 1, 0
+        self.steps = 1
+        self.gmres_steps = 0
 
     def run(self) -> Any:
         """Return the solution, with backward errors as small as those of a direct solve, or raise Unsolved."""
         active = np.flatnonzero(self._errors > 0)
         while active.size and self.steps < MAX_STEPS:
-            active = active[self._step(active, self._system.correction(self._r[:, active]))]
+            d = self._system.correction(self._r[:, active])
+            active = active[self._step(active, d)]
             self.steps += 1
         slow = np.flatnonzero(~(self._errors <= 1))
-        for j in slow if slow.size <= _GMRES_COLUMNS else ():
-            self._run_gmres(slice(j, j + 1))
+        if slow.size <= _GMRES_COLUMNS:
+            for j in slow:
+                self._run_gmres(slice(j, j + 1))
         if not (self._errors <= 1).all():
             raise Unsolved(Reason.NO_CONVERGENCE)
         x = self._x * self._system.right / self._power
@@ -168,23 +194,30 @@ class Refinement:
         return x
 
     def _run_gmres(self, column: slice) -> None:
-        steps, goes_on = 0, bool(np.isfinite(self._errors[column]))
+        system = self._system
+        at = np.arange(column.start, column.stop)
+        steps = 0
+        goes_on = bool(np.isfinite(self._errors[column]))
         while goes_on and steps < MAX_STEPS and self._errors[column] > 1:
             reduction = max(0.1 / float(self._errors[column][0]), 1e-8)
-            system = self._system
-            d, count = gmres(system.product, system.correction, self._r[:, column], reduction, MAX_STEPS - steps)
+            r = self._r[:, column]
+            d, count = gmres(system.product, system.correction, r, reduction, MAX_STEPS - steps)
             steps += count
-            goes_on = bool(self._step(np.arange(column.start, column.stop), d)[0])
+            goes_on = bool(self._step(at, d)[0])
         self.gmres_steps = max(self.gmres_steps, steps)
 
     def _step(self, columns: Any, d: Any) -> Any:
         """Add corrections to columns whose error they reduce; return the columns that a further step may improve."""
-        x, b = self._x[:, columns] + d, self._b[:, columns]
+        x = self._x[:, columns] + d
+        b = self._b[:, columns]
         r = self._system.product(x, b)
-        after, before = self._system.errors(r, x, b), self._errors[columns]
+        before = self._errors[columns]
+        after = self._system.errors(r, x, b)
         better = after < before
         at = columns[better]
-        self._x[:, at], self._r[:, at], self._errors[at] = x[:, better], r[:, better], after[better]
+        self._x[:, at] = x[:, better]
+        self._r[:, at] = r[:, better]
+        self._errors[at] = after[better]
         return (after > 0) & (after < _PROGRESS * before)
 
 
@@ -193,22 +226,26 @@ def gmres(
 ) -> tuple[Any, int]:
     """Solve for a vector (n, 1) by flexible GMRES until the residual falls by ``reduction``; return x and the steps."""
     size = norms(r)[0]
-    basis, corrections = r / size, np.empty((len(r), 0), r.dtype)
+    basis = r / size
+    corrections = np.empty((len(r), 0), r.dtype)
     hessenberg = np.zeros((limit + 1, limit), r.dtype)
     for j in range(1, limit + 1):
         z = correction(basis[:, -1:])
-        w, corrections = product(z), np.hstack([corrections, z])
+        corrections = np.hstack([corrections, z])
+        w = product(z)
         for _ in range(2):  # Gram-Schmidt, twice
             h = matmul(basis.conj().T, w)
             w = w - matmul(basis, h)
             hessenberg[:j, j - 1] += h[:, 0]
         hessenberg[j, j - 1] = length = norms(w)[0]
-        small, target = hessenberg[: j + 1, :j], np.eye(j + 1, 1, dtype=r.dtype) * size
+        small = hessenberg[: j + 1, :j]
+        target = np.eye(j + 1, 1, dtype=r.dtype) * size
         if not np.isfinite(small).all():
             return np.zeros_like(r), j
-        y = np.linalg.lstsq(small, target)[0]
+        y, *_ = np.linalg.lstsq(small, target)
         left = norms(target - small @ y)[0] / size
-        if left <= reduction or length == 0 or (j == _TRIAL_STEPS and left > 0.1):
+        is_slow = j == _TRIAL_STEPS and left > 0.1
+        if left <= reduction or length == 0 or is_slow:
             break
         basis = np.hstack([basis, w / length])
     return corrections @ y, j

@@ -16,45 +16,52 @@ from lowprec.arrays import library_of
 from lowprec.arrays.namespaces import array_module
 from lowprec.core.arguments import check_devices
 from lowprec.core.plan_call import plan
-from lowprec.errors import ArrayError, ShapeError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, SettingError, ShapeError, UnsupportedError, quoted
 from lowprec.linalg.factors import Operations
 from lowprec.linalg.functions import Operands, find, operands
 from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors
-from lowprec.linalg.report import Reason, SolveReport
+from lowprec.linalg.results import Reason, SolveReport
 from lowprec.modes import Mode, parse_mode, row
 from lowprec.policy import fp32_guard, is_guarded, math_mode
+from lowprec.util.strides import Shape
 
-_METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
+_CHOICES = {"method": ("direct", "refine", "auto"), "assume": ("gen", "pos")}
 
 _WIDTH = 256  # inner extent of the planned updates
 _USUAL_ERROR = 2e-5  # largest probable relative error of updates in the default mode
 _WORTH_A_TRIAL = 4.0  # factor by which another mode must be cheaper to be tried before
 _SMALLEST = 1024  # smaller systems are solved directly by method="auto", without an estimate of the costs
 
-#: Flops per element of the matrix, measured on Zen 5. The overhead of a direct solve counts in the operands' precision.
-#: The refinement of one column, and of each further column, counts in FP32.
-_DIRECT, _REFINE, _COLUMN = 2500.0, 3200.0, 100.0
+# Flops per element of the matrix, measured on Zen 5.
+_DIRECT = 2500.0  # overhead of a direct solve, in the operands' precision
+_REFINE = 3200.0  # refinement of one column, in FP32
+_COLUMN = 100.0  # refinement of each further column
 
 _is_on_host = attrgetter("device.is_host")  # of a view
 
 
 def solve(a: Any, b: Any, *, method: str, factor_mode: str | Mode | None, assume: str, full_output: bool) -> Any:
     """Return the solution, with ``full_output`` a pair of it and the report."""
-    for name, value, accepted in (("method", method, _METHODS), ("assume", assume, _ASSUMPTIONS)):
-        if value not in accepted:
-            raise UnsupportedError(f"solve has no {name}={quoted(value)}; choose one of: {str(accepted)[1:-1]}")
-    mode = None if factor_mode is None else parse_mode(factor_mode, "factor_mode")
+    for name, value in (("method", method), ("assume", assume)):
+        if value not in _CHOICES[name]:
+            choices = ", ".join(map(repr, _CHOICES[name]))
+            raise SettingError(f"solve has no {name}={quoted(value)}; choose one of: {choices}")
+    mode = factor_mode
+    if mode is not None:
+        mode = parse_mode(mode, "factor_mode")
     if method == "direct" and mode is not None:
-        raise UnsupportedError("factor_mode is for method='refine' or 'auto'; a direct solve has no such factor")
+        raise SettingError("factor_mode is for method='refine' or 'auto'; a direct solve has no such factor")
     given = operands("solve", a=a, b=b)
     if method == "direct" and not full_output:
         return given.handed_back(_direct(given.library, *given.arrays))
     batch = _stack(*(tuple(x.shape) for x in given.arrays))
     x, report = _Solve(given, batch, method, mode, assume == "pos").run(full_output)
-    return (x, report) if full_output else x
+    if full_output:
+        return x, report
+    return x
 
 
-def _stack(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+def _stack(a: Shape, b: Shape) -> Shape:
     """Return the shape of the stack of systems; raise ShapeError if the operands do not match."""
     if len(a) < 2 or a[-1] != a[-2]:
         raise ShapeError(f"solve takes square matrices, shape (..., n, n), and a has shape {a}")
@@ -74,15 +81,20 @@ def _direct(library: str, a: Any, b: Any) -> Any:
 
 
 class _Solve:
-    def __init__(
-        self, given: Operands, batch: tuple[int, ...], method: str, mode: Mode | None, is_positive: bool
-    ) -> None:
-        self._given, self._batch, self._method, self._mode = given, batch, method, mode
-        self._is_positive, self._is_vector = is_positive, given.arrays[1].ndim == 1
-        self._n, self._columns = int(given.arrays[0].shape[-1]), 1 if self._is_vector else given.arrays[1].shape[-1]
+    def __init__(self, given: Operands, batch: Shape, method: str, mode: Mode | None, is_positive: bool) -> None:
+        a, b = given.arrays
+        self._given = given
+        self._batch = batch
+        self._method = method
+        self._mode = mode
+        self._is_positive = is_positive
+        self._is_vector = b.ndim == 1
+        self._n = int(a.shape[-1])
+        self._columns = 1 if self._is_vector else b.shape[-1]
         #: Conversions from and to the library of the operands.
-        self._library = Operations(given.arrays[0])
-        self._reason, self._factor_mode = Reason.REQUESTED, mode
+        self._library = Operations(a)
+        self._reason = Reason.REQUESTED
+        self._factor_mode = mode
         self._seconds: dict[str, float] = {}
         self._refined: list[Refinement] = []
         self._conditions: list[float] = []
@@ -92,34 +104,45 @@ class _Solve:
         """Return the result and the report; the backward error is computed only for ``full_output``."""
         reason = self._read()
         if reason is not None:
-            self._reason, x = reason, self._direct(*self._given.arrays)
+            self._reason = reason
+            x = self._direct(*self._given.arrays)
         else:
             # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
             with math_mode("fp32", frameworks=not self._ops.is_numpy and [self._given.library]):
                 x = self._solved()
-            x = self._library.from_host(x[..., 0] if self._is_vector else x)
-        error = self._error(x) if full_output and reason is not Reason.NOT_READABLE else nan
+            if self._is_vector:
+                x = x[..., 0]
+            x = self._library.from_host(x)
+        error = nan
+        if full_output and reason is not Reason.NOT_READABLE:
+            error = self._error(x)
         return self._given.handed_back(x), self._report(error)
 
     def _read(self) -> Reason | None:
         """Inspect the operands; return the reason for a direct solve, or None."""
-        arrays = dict(zip("ab", self._given.arrays, strict=True))
         views = {}
-        try:
-            for name, x in arrays.items():
+        for name, x in zip("ab", self._given.arrays, strict=True):
+            try:
                 views[name] = library_of(x).view(x)
-        except ArrayError as error:
-            if self._method == "refine":
-                error.argument = "ab"[len(views)]
+            except ArrayError as error:
+                if self._method != "refine":
+                    return Reason.NOT_READABLE
+                error.argument = name
                 raise
-            return Reason.NOT_READABLE
         check_devices(views)
-        a, b = (v.ndarray() for v in views.values()) if _is_on_host(views["a"]) else self._given.arrays
+        a, b = self._given.arrays
+        if _is_on_host(views["a"]):
+            a = views["a"].ndarray()
+            b = views["b"].ndarray()
+        if self._is_vector:
+            b = b[:, None]
         self._ops = Operations(a)
         #: The matrices on their device, and the right-hand sides as a NumPy array, both broadcast to the stack.
         self._a = array_module(a).broadcast_to(a, (*self._batch, self._n, self._n))
-        b = self._ops.to_host(b[:, None] if self._is_vector else b)
-        self._b = np.broadcast_to(b, (*self._batch, self._n, self._columns))
+        self._b = np.broadcast_to(self._ops.to_host(b), (*self._batch, self._n, self._columns))
+        return self._reason_against_refinement()
+
+    def _reason_against_refinement(self) -> Reason | None:
         if self._method == "direct":
             return Reason.REQUESTED
         if is_guarded():
@@ -130,21 +153,26 @@ class _Solve:
             if self._method == "refine":
                 raise UnsupportedError(f"refinement {Reason.NO_LAPACK}; install it (pip install scipy)")
             return Reason.NO_LAPACK
-        if self._method == "auto" and self._n < _SMALLEST:
+        is_auto = self._method == "auto"
+        if is_auto and self._n < _SMALLEST:
             return Reason.NOT_FASTER
         self._candidates = self._modes()
-        if self._method == "auto":
+        if is_auto:
             self._reason = Reason.FASTER
-            return None if self._is_faster(self._candidates[0][1]) else Reason.NOT_FASTER
+            _, cost, _ = self._candidates[0]
+            if not self._is_faster(cost):
+                return Reason.NOT_FASTER
         return None
 
     def _costs(self, dtype: str) -> dict[Mode, tuple[float, float]]:
         """Return cost and probable error of an update by mode, the default mode last; cost 1 for a forced mode."""
         width = min(self._n, _WIDTH)
-        shapes = (self._n, width), (width, self._n)
-        planned = plan(*(self._ops.from_host(np.empty(s, dtype)) for s in shapes), rtol=_USUAL_ERROR, bound="probable")
+        tall = self._ops.from_host(np.empty((self._n, width), dtype))
+        wide = self._ops.from_host(np.empty((width, self._n), dtype))
+        planned = plan(tall, wide, rtol=_USUAL_ERROR, bound="probable")
         costs = {x.mode: (x.cost, x.bound) for x in planned.candidates if not row(x.mode).quantizes}
-        return costs | {planned.mode: costs.pop(planned.mode, (1.0, 0.0))}
+        usual = costs.pop(planned.mode, (1.0, 0.0))
+        return {**costs, planned.mode: usual}
 
     def _modes(self) -> list[tuple[Mode, float, float]]:
         """Return the modes to try, in order, with costs and errors."""
@@ -153,15 +181,21 @@ class _Solve:
         if self._mode is not None and others:
             return [(self._mode, *costs.get(self._mode, costs[usual]))]
         first = min(costs, key=lambda mode: costs[mode][0])
-        tried = [first] if costs[first][0] * _WORTH_A_TRIAL < costs[usual][0] else []
-        return [(mode, *costs[mode]) for mode in (*tried, usual)]
+        tried = [usual]
+        if costs[first][0] * _WORTH_A_TRIAL < costs[usual][0]:
+            tried = [first, usual]
+        return [(mode, *costs[mode]) for mode in tried]
 
     def _is_faster(self, cost: float) -> bool:
-        n, k = self._n, self._columns
-        is_double = self._given.dtype.label in ("float64", "complex128")
-        working = max(c for c, _ in self._costs(self._given.dtype.label).values()) if is_double else 1.0
+        n = self._n
+        k = self._columns
+        working = 1.0
+        if self._given.dtype.label in ("float64", "complex128"):
+            working = max(c for c, _ in self._costs(self._given.dtype.label).values())
         direct = working * (2 * n**3 / 3 + _DIRECT * n**2 + 2 * n**2 * k)
-        factor = cost * n**3 * (1 / 3 if self._is_positive else 2 / 3)
+        factor = cost * n**3 / 3
+        if not self._is_positive:
+            factor *= 2
         return factor + n**2 * (_REFINE + _COLUMN * (k - 1)) < direct
 
     def _solved(self) -> Any:
@@ -180,10 +214,14 @@ class _Solve:
             with np.errstate(all="ignore"):
                 return self._refine(self._a[at], b)
         except Unsolved as error:
-            self._reason = self._reason if self._fallbacks else error.args[0]
+            if not self._fallbacks:
+                self._reason = error.args[0]
             self._fallbacks += 1
-        a = self._library.from_host(self._a[at]) if self._ops.is_numpy else self._a[at]
-        return self._library.to_host(self._direct(a, self._library.from_host(b)))
+        a = self._a[at]
+        if self._ops.is_numpy:
+            a = self._library.from_host(a)
+        x = self._direct(a, self._library.from_host(b))
+        return self._library.to_host(x)
 
     def _direct(self, a: Any, b: Any) -> Any:
         with self._timed("direct"):
@@ -194,6 +232,7 @@ class _Solve:
             raise Unsolved(Reason.NOT_FINITE)
         with self._timed("scaling"):
             system = System(a, b.dtype, self._ops, is_positive=self._is_positive)
+        last, _, _ = self._candidates[-1]
         for mode, _, error in self._candidates:
             try:
                 with self._timed("factor"):
@@ -201,8 +240,9 @@ class _Solve:
                 with self._timed("refinement"):
                     iteration = Refinement(system, b)
                     self._conditions.append(iteration.condition)
-                    if mode is not self._candidates[-1][0] and iteration.condition * error > sqrt(self._n):
-                        continue  # the mode is not precise enough for this matrix
+                    is_precise = iteration.condition * error <= sqrt(self._n)
+                    if mode is not last and not is_precise:
+                        continue
                     x = iteration.run()
             except Unsolved as failure:
                 reason = failure.args[0]
@@ -218,14 +258,16 @@ class _Solve:
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + perf_counter() - begin
+            self._seconds.setdefault(phase, 0.0)
+            self._seconds[phase] += perf_counter() - begin
 
     def _error(self, x: Any) -> float:
         """Return the largest backward error."""
-        errors, x = [0.0], self._library.to_host(x).reshape(self._b.shape)
+        if not self._b.size:
+            return 0.0
+        x = self._library.to_host(x).reshape(self._b.shape)
         with np.errstate(all="ignore"):
-            for at in np.ndindex(*self._batch) if self._b.size else ():
-                errors.extend(backward_errors(self._a[at], x[at], self._b[at], self._ops))
+            errors = [backward_errors(self._a[at], x[at], self._b[at], self._ops) for at in np.ndindex(*self._batch)]
         return float(np.max(errors))
 
     def _report(self, error: float) -> SolveReport:

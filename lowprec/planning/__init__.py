@@ -4,9 +4,10 @@ from lowprec.planning.activations import ACTIVATIONS, Activation, parse_activati
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, KernelRow, Summation
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout
-from lowprec.planning.plan import Candidate, Copy, GemmPlan
+from lowprec.planning.plan import Copy, GemmPlan
+from lowprec.planning.plan_report import PlanReport
 from lowprec.planning.planner import plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
-from lowprec.planning.schedule import Product
-from lowprec.planning.selection import Bound, Selection, check_bound, check_rtol, select_mode
+from lowprec.planning.schedule import PartProduct
+from lowprec.planning.selection import Bound, Candidate, Selection, check_bound, check_rtol, select_mode

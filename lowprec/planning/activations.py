@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import unique
 from typing import Any, NamedTuple
 
-from lowprec.errors import UnsupportedError, quoted
+from lowprec.errors import SettingError, quoted
 from lowprec.util.plain import StrEnum
 
 
@@ -49,11 +49,11 @@ ACTIVATIONS: Mapping[Activation, ActivationRow] = {
 
 
 def parse_activation(name: str | Activation | None) -> Activation | None:
-    """Return the activation of this name, None for None; raise UnsupportedError for an unknown name."""
+    """Return the activation of this name, None for None; raise SettingError for an unknown name."""
     if name is None:
         return None
     try:
         return Activation(name)
     except ValueError:
         legal = ", ".join([*Activation, "None"])
-        raise UnsupportedError(f"activation {quoted(name)} is not supported; choose one of: {legal}") from None
+        raise SettingError(f"activation {quoted(name)} is not supported; choose one of: {legal}") from None

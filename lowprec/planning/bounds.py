@@ -22,7 +22,9 @@ a chunk of length l, d is
 - by the same instruction of AArch64 (Arm Architecture Reference Manual, BFDOT), which rounds to odd, with errors of up
   to twice the unit roundoff, so that the variances of four times as many roundings to nearest bound its own: 4 l;
 - on *tile units* (the Intel manual, TDPBF16PS), where an instruction adds 32 products to an element as two sums of 16,
-  17 plus the number of instructions. Products of two bfloat16 values are exact in FP32.
+  17 plus the number of instructions. Products of two bfloat16 values are exact in FP32;
+- of *integers in blocks* of at least 16, whose sums are exact, the number of blocks, each of which is added by one
+  fused multiply-add, and 1 for the product of the sum and a scale.
 
 The units for bfloat16 flush subnormal inputs and results to zero.
 
@@ -62,7 +64,7 @@ from typing import NamedTuple
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, Mode, Pair, row
 from lowprec.planning.kernels import KernelRow, Summation
-from lowprec.planning.schedule import Product, chunk_length, make_schedule
+from lowprec.planning.schedule import PartProduct, chunk_length, make_schedule
 from lowprec.planning.split_bounds import (
     FAILURE,
     Depth,
@@ -95,6 +97,8 @@ _EMULATED_CONDITION = "finite operands; "
 
 # Roundings within one tile instruction: 16 sequential additions, then the sum of two such sums.
 _TILE_DEPTH = 17
+# Of the integers whose sum is exact.
+_SHORTEST_BLOCK = 16
 
 # Units that flush subnormal numbers to zero.
 _FLUSHES = (Summation.TILES, Summation.PAIRS, Summation.PAIRS_TO_ODD)
@@ -168,7 +172,7 @@ class _ErrorModel(NamedTuple):
 
 
 def _depths(
-    schedule: tuple[Product, ...],
+    schedule: tuple[PartProduct, ...],
     kernel: KernelRow,
     fmt: NumberFormat,
     accumulator: NumberFormat,
@@ -186,7 +190,8 @@ def _depths(
         return depths(schedule, of_sum)
     # The parts of a value are its truncation and the rest, which have the same sign, so that the magnitudes of the
     # products of parts sum to the magnitude of the product.
-    length, sums = chunk_length(k, kernel.k_chunk), components * kernel.parts**2
+    length = chunk_length(k, kernel.k_chunk)
+    sums = components * kernel.parts**2
     return depths_by_chunks(schedule, _OF_CHUNK[kernel.summation](length), -(-k // length), sums)
 
 
@@ -196,6 +201,7 @@ _OF_CHUNK: dict[Summation, Callable[[int], int]] = {
     Summation.PAIRS: lambda length: 2 * -(-length // 2),
     Summation.PAIRS_TO_ODD: lambda length: 8 * -(-length // 2),
     Summation.TILES: lambda length: _TILE_DEPTH + -(-length // TILE_K),
+    Summation.BLOCKS: lambda length: 1 + -(-length // _SHORTEST_BLOCK),
 }
 
 
@@ -214,7 +220,7 @@ def error_bound(
     a_exact: bool = False,
     b_exact: bool = False,
     capability: tuple[int, int] | None = None,
-    schedule: tuple[Product, ...] | None = None,
+    schedule: tuple[PartProduct, ...] | None = None,
     elements: int = 1,
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
@@ -223,7 +229,8 @@ def error_bound(
     ``capability`` is the compute capability of the GPU, None for a CPU, and ``elements`` the size of the result. The
     default ``schedule`` has one chunk.
     """
-    fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
+    fmt = operand_format(mode, compute_dtype)
+    acts = compute_dtype.is_single_precision
     if kernel.emulation:
         fmt = compute_dtype.format
     accumulator = row(mode).accumulator(compute_dtype).format
@@ -238,35 +245,53 @@ def error_bound(
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
     sums = _depths(schedule, kernel, fmt, accumulator, components, capability)
     is_split = acts and row(mode).parts > 1 and any(rounded)
+    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
     # Parts are TF32 numbers already, which truncation leaves unchanged.
-    truncates = kernel.truncates_tf32 and fmt is TF32 and not is_split
-    # Scaling a sum, and adding it to another, may underflow like a product.
-    chunks = -(-k // chunk_length(k, kernel.k_chunk)) if kernel.k_chunk and k else 1
-    terms = sum(components * (product.length + chunks - 1) + 1 for product in schedule) - 1
+    if kernel.truncates_tf32 and fmt is TF32 and not is_split:
+        fmt = _TRUNCATED_TF32
     model = _ErrorModel(
-        _TRUNCATED_TF32 if truncates else fmt, sum(rounded), scaled, accumulator, out, components,
-        sums[0, 0][0], terms * kernel.parts**2, kernel.summation in _FLUSHES,
-    )  # fmt: skip
+        operand=fmt,
+        operands=sum(rounded),
+        scaled_over=scaled,
+        accumulator=accumulator,
+        out=out,
+        components=components,
+        depth=sums[0, 0][0],
+        terms=_terms(schedule, kernel, k, components),
+        flushes=kernel.summation in _FLUSHES,
+    )
     size = confidence(max(elements, 1) * max(model.terms, 1))
     if is_split:
         error = split_error(row(mode), rounded, sums, accumulator, growth=model.growth, scaled_over=scaled, size=size)
     else:
         error = _plain_error(model, size)
-    narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
     bound = _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
     if kernel.emulation:
         return replace(bound, formula=bound.formula + _EMULATED, condition=_EMULATED_CONDITION + bound.condition)
     return bound
 
 
+def _terms(schedule: tuple[PartProduct, ...], kernel: KernelRow, k: int, components: int) -> int:
+    """Return the real products of a component; scaling a sum, and adding it to another, may underflow like one."""
+    chunks = 1
+    if kernel.k_chunk and k:
+        chunks = -(-k // chunk_length(k, kernel.k_chunk))
+    additions = chunks - 1
+    terms = sum(components * (product.length + additions) + 1 for product in schedule) - 1
+    return terms * kernel.parts**2
+
+
 def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
     """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
-    is_split, out = parts > 0, model.out
+    is_split = parts > 0
+    out = model.out
     norms_loss, operand_alignment, out_alignment = _alignment_losses(model, 1 + parts)
     operand_loss, term_loss, out_loss = _underflow(model)
-    operand_loss, out_loss = operand_loss * (1 + is_split) + operand_alignment, out_loss + out_alignment
+    operand_loss = operand_loss * (1 + is_split) + operand_alignment
+    out_loss = out_loss + out_alignment
     last = [out.unit_roundoff if out else 0.0, norms_loss]
-    relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
+    relative = joint(error.worst, *last)
+    probable = joint(error.probable, *last)
     # A lost amount is increased by later roundings. For complex numbers it grows by sqrt(2) in the sum of the
     # components' magnitudes, and by sqrt(2) in the modulus of the components' errors.
     carried = min(1 + relative, FLOAT64.largest) * model.components
@@ -284,7 +309,7 @@ def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *
     )
 
 
-def _joint(*errors: float) -> float:
+def joint(*errors: float) -> float:
     return expm1(sum(map(log1p, errors)))
 
 
@@ -292,7 +317,7 @@ def _plain_error(model: _ErrorModel, size: float) -> RelativeError:
     """Return the relative error of a product of unsplit operands, before rounding to the result's format."""
     loss = model.operand.unit_roundoff + _SCALED_LOSS * sqrt(model.scaled_over)
     sums = model.depth.worst(model.accumulator), model.depth.probable(model.accumulator, size)
-    worst, probable = (_joint(model.growth * x, *[loss] * model.operands) for x in sums)
+    worst, probable = (joint(model.growth * x, *[loss] * model.operands) for x in sums)
     return RelativeError(worst, probable, _formula(model))
 
 
@@ -303,10 +328,15 @@ def _underflow(model: _ErrorModel) -> tuple[float, float, float]:
     float16 values are multiples of 2^-48 and never underflow.
     """
     fmt = model.operand
-    operand = fmt.smallest_subnormal / 2 if model.operands and not model.scaled_over else 0.0
-    out = model.out.smallest_subnormal / 2 if model.out else 0.0
+    operand = 0.0
+    if model.operands and not model.scaled_over:
+        operand = fmt.smallest_subnormal / 2
+    out = 0.0
+    if model.out:
+        out = model.out.smallest_subnormal / 2
     # Undoing the scales may give a subnormal number of the accumulator.
-    out += model.accumulator.smallest_subnormal if model.scaled_over else 0.0
+    if model.scaled_over:
+        out += model.accumulator.smallest_subnormal
     if fmt.smallest_subnormal**2 >= model.accumulator.smallest_normal:
         return operand, 0.0, out
     if model.flushes:
@@ -337,7 +367,9 @@ def _alignment_losses(model: _ErrorModel, parts: int) -> tuple[float, float, flo
 def _formula(model: _ErrorModel) -> str:
     factors = []
     if model.operands:
-        scaled = f" + 2^-39 sqrt({model.scaled_over})" if model.scaled_over else ""
+        scaled = ""
+        if model.scaled_over:
+            scaled = f" + 2^-39 sqrt({model.scaled_over})"
         square = "^2" if model.operands == 2 else ""
         factors.append(f"(1 + 2^-{model.operand.precision}{scaled}){square}")
     if model.depth.total:
@@ -371,7 +403,10 @@ def _power(value: float) -> str:
 
 def _condition(model: _ErrorModel, is_split: bool) -> str:
     texts = []
-    narrow = [(model.operand, "|x|", " in the operands")] if model.operands and not model.scaled_over else []
+    if model.operands and not model.scaled_over:
+        narrow = [(model.operand, "|x|", " in the operands")]
+    else:
+        narrow = []
     if model.out:
         narrow.append((model.out, "|result|", ""))
     for fmt, name, where in narrow:

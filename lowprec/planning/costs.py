@@ -7,15 +7,10 @@ architectures", CACM 52(4), 2009.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lowprec.formats import BLOCK_FORMATS
 from lowprec.planning.kernels import KernelRow, format_name
+from lowprec.planning.plan import GemmPlan
 from lowprec.planning.tensor_cores import tensor_cores_multiply
-
-if TYPE_CHECKING:
-    from lowprec.planning.plan import GemmPlan
-
 
 #: Of rounding one element of an operand to a code with a scale, in flops.
 _QUANTIZING_COST = 80.0
@@ -27,12 +22,15 @@ def packing_cost(kernel: KernelRow, parts: int) -> float:
     Half of the cost is reading: in one thread of a Zen 5, packing two, three and four bfloat16 parts takes 1.6, 2.1 and
     2.6 times as long as packing one.
     """
-    return (kernel.parts * parts + 1) / 2 if kernel.packs else parts
+    if kernel.packs:
+        return (kernel.parts * parts + 1) / 2
+    return parts
 
 
 def expected_cost(plan: GemmPlan) -> float:
     """Return the expected time of kernel and packing, relative to FP32 on the device."""
-    kernel, layout = plan.kernel_row, plan.layout
+    kernel = plan.kernel_row
+    layout = plan.layout
     if plan.quantized and plan.call is None:
         each = sum(
             1 / (2 * other)
@@ -48,9 +46,13 @@ def expected_cost(plan: GemmPlan) -> float:
         moved += 2 * (len(plan.schedule) - 1) * plan.call.product_bytes
         return cost + moved * kernel.cost_per_byte / plan.flops
     a_parts, b_parts = plan.split
-    a_parts, b_parts = plan.rounded[0] * a_parts, plan.rounded[1] * b_parts
+    a_parts = plan.rounded[0] * a_parts
+    b_parts = plan.rounded[1] * b_parts
     if (a_parts or b_parts) and layout.m and layout.n:
-        whole = (1, 1) if max(a_parts, b_parts) == 1 else (a_parts, b_parts)
+        if max(a_parts, b_parts) == 1:
+            whole = (1, 1)
+        else:
+            whole = (a_parts, b_parts)
         a, b = (packing_cost(kernel, parts) for parts in whole)
         cost += kernel.cost_per_element * (a / (2 * layout.n) + b / (2 * layout.m))
     return cost
@@ -70,10 +72,14 @@ class Roofline:
 
 def roofline(plan: GemmPlan) -> Roofline | None:
     """Return the least time of a product by cuBLASLt; None if a figure of device or emulation is unknown."""
-    call, capabilities, problem, kernel = plan.call, plan.capabilities, plan.problem, plan.kernel_row
-    fmt, codes = kernel.part_format or format_name(plan.multiplied_format), call.first.codes if call else None
+    call = plan.call
+    capabilities = plan.capabilities
+    problem = plan.problem
+    kernel = plan.kernel_row
+    fmt = kernel.part_format or format_name(plan.multiplied_format)
+    codes = call.first.codes if call else None
     if codes:
-        fmt = BLOCK_FORMATS[codes.format].elements.name
+        fmt = codes.elements.name
     on_tensor_cores = codes is not None or tensor_cores_multiply(fmt, capabilities.compute_capability)
     # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
@@ -85,7 +91,9 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     read = rewritten = 0
     for spec, pack in ((problem.a, call.pack_a), (problem.b, call.pack_b)):
         read += pack.nbytes if pack else spec.stored_bytes
-        rewritten += spec.stored_bytes + pack.nbytes if pack else 0
+        if pack:
+            # Largest magnitudes of more than a tile are sought in a first pass over the source.
+            rewritten += spec.stored_bytes * (2 if pack.peaks else 1) + pack.nbytes
     # The result, c and bias.
     around = plan.bytes_moved - problem.a.stored_bytes - problem.b.stored_bytes
     if call.staged:
@@ -94,5 +102,8 @@ def roofline(plan: GemmPlan) -> Roofline | None:
         around = call.product_bytes * (2 * len(plan.schedule) - 1)
     arithmetic = flops / (rate * 1e12)
     memory, rewriting = ((x / capabilities.bytes_per_second) for x in (read + around, rewritten))
-    where = f"{units} on tensor cores" if on_tensor_cores else f"{units} without tensor cores"
+    if on_tensor_cores:
+        where = f"{units} on tensor cores"
+    else:
+        where = f"{units} without tensor cores"
     return Roofline(max(arithmetic, memory) + rewriting, arithmetic, memory, rewriting, where, rate)

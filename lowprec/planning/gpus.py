@@ -99,7 +99,8 @@ def model_names() -> str:
 def parse_model(name: object) -> GpuModel:
     """Return the model of this name (in any case, without brand), or the first of this compute capability."""
     text = name if isinstance(name, str) else ""
-    wanted, capability = _plain(text), parse_capability(text)
+    wanted = _plain(text)
+    capability = parse_capability(text)
     for model in MODELS:
         if model.compute_capability == capability or wanted in (_plain(model.key), _plain(model.name)):
             return model

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 #: Format name of int8 operands.
 INT8 = "int8"
 
+#: The same of two operands of integers in blocks along k.
+BLOCKS = "integers in blocks"
+
 
 def format_name(fmt: NumberFormat | None) -> str:
     """Return the name of a format; None is ``"int8"``."""
@@ -35,6 +38,7 @@ class Summation(Enum):
     PAIRS = "bfloat16 vector instructions, pairs of products"
     PAIRS_TO_ODD = "bfloat16 vector instructions, pairs of products, rounded to odd"
     TENSOR_CORES = "tensor cores"
+    BLOCKS = "exact sums of blocks, each added with one rounding"
 
 
 class KernelRow(NamedTuple):
@@ -102,8 +106,11 @@ class Capabilities:
         """Return the cost of a flop of a kernel of this device for operands of this format."""
         if fmt == FLOAT64.name:
             rates = dict(self.peak_tflops)
-            single, double = rates.get(FLOAT32.name), rates.get(fmt)
-            known = single / double if single and double else None
+            single = rates.get(FLOAT32.name)
+            double = rates.get(fmt)
+            known = None
+            if single and double:
+                known = single / double
             return kernel.cost_per_flop * (known or float64_cost(self.compute_capability))
         cost = dict(kernel.costs).get(fmt)
         if cost is None or not tensor_cores_multiply(fmt, self.compute_capability):

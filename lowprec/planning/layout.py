@@ -65,10 +65,8 @@ class MatrixStack:
         batch_strides: Shape = (),
     ) -> MatrixStack:
         """Return the stack with order and leading dimension derived from the strides."""
-        order, leading_dimension = _blas_order(rows, cols, row_stride, col_stride)
-        return cls(
-            dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading_dimension
-        )  # fmt: skip
+        order, leading = _blas_order(rows, cols, row_stride, col_stride)
+        return cls(dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading)
 
     @property
     def batch_stride(self) -> int | None:
@@ -76,8 +74,11 @@ class MatrixStack:
         if 0 in self.batch_shape:
             return 0
         pairs = zip(self.batch_shape, self.batch_strides, strict=True)
-        dimensions = coalesce([(n, (s,)) for n, s in pairs]) or [(1, (0,))]
-        return dimensions[0][1][0] if len(dimensions) == 1 else None
+        dimensions = coalesce([(n, (s,)) for n, s in pairs])
+        if not dimensions:
+            return 0
+        (_, strides), *others = dimensions
+        return None if others else strides[0]
 
     @property
     def op(self) -> Literal["N", "T"]:
@@ -124,10 +125,17 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
                 f"input operand {position} does not have enough dimensions (has 0, requires 1): "
                 f"shapes {shape_a} and {shape_b}"
             )
-    m = shape_a[-2] if len(shape_a) > 1 else 1
-    n = shape_b[-1] if len(shape_b) > 1 else 1
+    m = 1
+    if len(shape_a) > 1:
+        m = shape_a[-2]
+    n = 1
+    if len(shape_b) > 1:
+        n = shape_b[-1]
     k = shape_a[-1]
-    k_of_b = shape_b[-2] if len(shape_b) > 1 else shape_b[0]
+    if len(shape_b) > 1:
+        k_of_b = shape_b[-2]
+    else:
+        k_of_b = shape_b[0]
     if k != k_of_b:
         raise ShapeError(
             f"input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
@@ -155,12 +163,20 @@ def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple
     return None, None
 
 
+def _broadcast_strides(shape: Shape, strides: Shape) -> Shape:
+    """Return strides with 0 for dimensions of extent 1, along which an array is broadcast."""
+    return tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=True))
+
+
 def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: bool) -> MatrixStack:
-    strides = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
+    strides = _broadcast_strides(spec.shape[:-2], spec.strides[:-2])
     if len(spec.shape) > 1:
         row_stride, col_stride = spec.strides[-2:]
     else:
-        row_stride, col_stride = (0, *spec.strides) if is_a else (*spec.strides, 0)
+        if is_a:
+            row_stride, col_stride = (0, *spec.strides)
+        else:
+            row_stride, col_stride = (*spec.strides, 0)
     missing = (0,) * (len(batch) - len(strides))
     return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *strides))
 
@@ -168,8 +184,12 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
 def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
     """Return the matrices of a result or addend, which has one dimension less for each 1-D operand."""
     core = strides[len(batch) :]
-    row_stride = core[0] if len(a.shape) > 1 else 0
-    col_stride = core[-1] if len(b.shape) > 1 else 0
+    row_stride = 0
+    if len(a.shape) > 1:
+        row_stride = core[0]
+    col_stride = 0
+    if len(b.shape) > 1:
+        col_stride = core[-1]
     return MatrixStack.of(dtype, m, n, row_stride, col_stride, batch, strides[: len(batch)])
 
 
@@ -185,7 +205,11 @@ def stacked_layout(
 ) -> GemmLayout:
     """Return the layout of ``a @ b`` without collapsing the batch."""
     m, n, k, batch = _extents(a.shape, b.shape)
-    shape = batch + (m,) * (len(a.shape) > 1) + (n,) * (len(b.shape) > 1)
+    shape = batch
+    if len(a.shape) > 1:
+        shape += (m,)
+    if len(b.shape) > 1:
+        shape += (n,)
     if out is None:
         out = OperandSpec.contiguous(out_dtype or a.dtype, shape)
     elif out.shape != shape:
@@ -195,20 +219,21 @@ def stacked_layout(
             f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
             "pass an array without overlapping elements"
         )
-    return GemmLayout(
-        m, n, k, batch, prod(batch), shape,
-        _operand(a, m, k, batch, is_a=True), _operand(b, k, n, batch, is_a=False),
-        _result(out.dtype, out.strides, m, n, batch, a, b), collapsed=False,
-    )  # fmt: skip
+    left = _operand(a, m, k, batch, is_a=True)
+    right = _operand(b, k, n, batch, is_a=False)
+    result = _result(out.dtype, out.strides, m, n, batch, a, b)
+    return GemmLayout(m, n, k, batch, prod(batch), shape, left, right, result, collapsed=False)
 
 
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
     """Return ``c`` as matrices of a layout; None if it is collapsed, but the rows of ``c`` have no single stride."""
     missing = len(layout.out_shape) - len(c.shape)
-    strides = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
+    strides = _broadcast_strides(c.shape, c.strides)
     m, n, _, batch = _extents(a.shape, b.shape)
     addend = _result(c.dtype, (0,) * missing + strides, m, n, batch, a, b)
-    return as_one_matrix(addend, prod(batch)) if layout.collapsed else addend
+    if layout.collapsed:
+        return as_one_matrix(addend, prod(batch))
+    return addend
 
 
 def as_one_matrix(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
@@ -226,7 +251,8 @@ def _collapse(layout: GemmLayout) -> GemmLayout:
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout
-    a, out = as_one_matrix(layout.a, count), as_one_matrix(layout.out, count)
+    a = as_one_matrix(layout.a, count)
+    out = as_one_matrix(layout.out, count)
     if a is None or out is None:
         return layout
     b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
-from lowprec.modes import Mode, ResolvedMode, row
+from lowprec.modes import Mode, row
 from lowprec.planning.bounds import ErrorBound, error_bound, scales_rows
-from lowprec.planning.costs import Roofline, roofline
+from lowprec.planning.cublaslt.calls import CublasLtCall
 from lowprec.planning.kernels import Capabilities, KernelRow, format_name
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.quantized_bounds import quantized_bound
 from lowprec.planning.reasons import Reason, ReasonKind
-from lowprec.planning.schedule import Product
+from lowprec.planning.schedule import PartProduct
 from lowprec.recipes import Rule
-
-if TYPE_CHECKING:  # imported only for cuBLASLt
-    from lowprec.planning.cublaslt.calls import CublasLtCall
-
-
-@cache
-def _rendering() -> Any:
-    # Cached, because imports fail during the exit of Python.
-    from lowprec.planning import rendering
-
-    return rendering
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
@@ -48,7 +36,9 @@ class Copy(NamedTuple):
     @property
     def reason(self) -> str:
         text = "; ".join(map(str, self.reasons))
-        return f"staged in temporary memory: {text}" if self.operand == "out" else text
+        if self.operand == "out":
+            return f"staged in temporary memory: {text}"
+        return text
 
 
 class Quantized(NamedTuple):
@@ -60,72 +50,80 @@ class Quantized(NamedTuple):
     last: GemmPlan  # over the last piece of k, which may be shorter
 
 
-class Candidate(NamedTuple):
-    """A mode that ``rtol`` considered."""
-
-    mode: Mode
-    bound: float  # of the relative error in the Frobenius norm, guaranteed or probable
-    cost: float  # expected time, relative to fp32
-    accepted: bool  # whether this is the mode that runs
-    why: Reason
-    seconds: float | None = None  # least time by the roofline, if known
-
-
 @dataclass(frozen=True, repr=False)
 class GemmPlan:
-    """The execution plan of a product: frozen, hashable; ``print`` shows a table."""
+    """The execution plan of a product: frozen and hashable."""
 
     problem: GemmProblem
     capabilities: Capabilities  # of the device
     mode: Mode  # the resolved mode
-    scheme: Mode  # the mode that runs; differs from ``mode`` for ``fp32_emulated``
+    runs_as: Mode  # the mode that runs; differs from ``mode`` for ``fp32_emulated``
     mode_has_effect: bool  # whether the mode applies to these element types
     layout: GemmLayout
     compute_dtype: DType  # common element type of the operands
     out_dtype: DType
-    out_shape: tuple[int, ...]
     operand_format: NumberFormat | None  # format of the rounded operands; None for integers
     rounded: tuple[bool, bool]  # whether ``a`` and ``b`` are rounded to it
     multiplied_dtype: DType  # element type that a GPU multiplies
     cublas_compute_type: ComputeType  # cuBLASLt's compute type
-    schedule: tuple[Product, ...]  # the matrix products, in the order of their summation
+    schedule: tuple[PartProduct, ...]  # the matrix products, in the order of their summation
     kernel_row: KernelRow  # the kernel
     passed_over: tuple[Reason, ...]  # reasons against preferred kernels of the device
     copies: tuple[Copy, ...]
-    flops: int  # 2 m n k (complex: 8 m n k) times the batch, without the additional products of split operands
-    resolved: ResolvedMode | None = None  # the mode with its source
-    candidates: tuple[Candidate, ...] = ()  # modes considered for ``rtol``
-    tolerance: Reason | None = None  # the bound that ``rtol`` limits, and the choice by the other bound
     call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
-    prepared: Reason | None = None  # why the packed ``b`` is kept or not; None if ``b`` is not prepared
-    sparsity: Reason | None = None  # how the zeros of ``b`` are used; None if ``b`` is not prepared as sparse
     quantized: Quantized | None = None  # of a mode that quantises, if it acts
-    algorithm: tuple[tuple[str, str], ...] = ()  # cuBLASLt's description of its algorithm; empty without a GPU
+
     accumulator: DType = field(init=False, compare=False)  # element type of the sums and the epilogue
     split: tuple[int, int] = field(init=False, compare=False)  # number of parts of ``a`` and of ``b``
     #: Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding.
     scaled: tuple[bool, bool] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        scales = scales_rows(self.scheme)
-        sums = DType.FLOAT32 if self.problem.is_scaled else row(self.scheme).accumulator(self.compute_dtype)
-        object.__setattr__(self, "accumulator", sums)
-        object.__setattr__(self, "scaled", (scales and self.rounded[0], scales and self.rounded[1]))
-        parts = [(1 + product.a_part, product.b_part + product.terms) for product in self.schedule]
-        object.__setattr__(self, "split", tuple(map(max, zip(*parts, strict=True))))
+        accumulator = DType.FLOAT32
+        if not self.problem.is_scaled:
+            accumulator = row(self.runs_as).accumulator(self.compute_dtype)
+        object.__setattr__(self, "accumulator", accumulator)
+        scaled = (False, False)
+        if scales_rows(self.runs_as):
+            scaled = self.rounded
+        object.__setattr__(self, "scaled", scaled)
+        of_a = max([1 + product.a_part for product in self.schedule])
+        of_b = max([product.b_part + product.terms for product in self.schedule])
+        object.__setattr__(self, "split", (of_a, of_b))
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.layout.out_shape
+
+    @property
+    def flops(self) -> int:
+        """2 m n k (complex: 8 m n k) times the batch, without the additional products of split operands."""
+        if self.problem.ignores_product:
+            return 0
+        layout = self.layout
+        each = 8 if self.compute_dtype.is_complex else 2
+        return each * layout.batch_count * layout.m * layout.n * layout.k
 
     @property
     def bound(self) -> ErrorBound:
         """Error bound of the product, before alpha, c, bias and activation."""
         if self.quantized:
-            return quantized_bound(self, self.quantized)
-        layout, (a_rounded, b_rounded) = self.layout, self.rounded
+            rules, inner, k_piece, _ = self.quantized
+            return quantized_bound(rules, inner.bound, self.layout, self.out_dtype, k_piece)
+        layout = self.layout
+        a_rounded, b_rounded = self.rounded
         return error_bound(
-            self.scheme, self.compute_dtype, self.out_dtype, layout.k, self.kernel_row,
-            a_exact=not a_rounded, b_exact=not b_rounded,
+            self.runs_as,
+            self.compute_dtype,
+            self.out_dtype,
+            layout.k,
+            self.kernel_row,
+            a_exact=not a_rounded,
+            b_exact=not b_rounded,
             capability=self.capabilities.tensor_cores_of(self.kernel_row),
-            schedule=self.schedule, elements=layout.batch_count * layout.m * layout.n,
-        )  # fmt: skip
+            schedule=self.schedule,
+            elements=layout.batch_count * layout.m * layout.n,
+        )
 
     @property
     def multiplied_format(self) -> NumberFormat | None:
@@ -165,30 +163,25 @@ class GemmPlan:
     @property
     def arithmetic_intensity(self) -> float:
         """Flops per byte moved."""
-        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
-
-    @property
-    def roofline(self) -> Roofline | None:
-        """Least time by the device's peak rate and bandwidth; None if unknown."""
-        return roofline(self)
-
-    @property
-    def advice(self) -> tuple[Reason, ...]:
-        """Advice on the speed of this product."""
-        return tuple(_rendering().advise(self))
+        if self.bytes_moved:
+            return self.flops / self.bytes_moved
+        return 0.0
 
     @property
     def kernel_reason(self) -> str:
         """Units of the kernel, and the reasons against preferred kernels."""
         as_real = self.compute_dtype.is_complex and self.kernel_row.products_per_complex > 1
-        real = ["four real products"] if as_real else []
+        if as_real:
+            real = ["four real products"]
+        else:
+            real = []
         return "; ".join([self.kernel_row.units, *map(str, self.passed_over), *real])
 
     @property
     def compute_type(self) -> str:
         """Compute type of cuBLASLt."""
         if self.call and self.call.first.codes:
-            return f"{self.cublas_compute_type} on {self.call.first.codes.format} data"
+            return f"{self.cublas_compute_type} on {self.call.first.codes.name} data"
         return compute_words(self.cublas_compute_type, self.multiplied_dtype)
 
     @property
@@ -196,8 +189,11 @@ class GemmPlan:
         """The reason if the mode has no effect, otherwise empty."""
         if self.mode_has_effect:
             return ""
-        dtype, mode = self.compute_dtype, row(self.mode)
-        summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
+        dtype = self.compute_dtype
+        mode = row(self.mode)
+        summed_in = str(dtype.accumulator)
+        if dtype.format:
+            summed_in = format_name(dtype.accumulator.format)
         *labels, last = (d.label for d in DType if mode.acts(d))
         why = f"it acts on {', '.join(labels)} and {last} only"
         if mode.acts(dtype):
@@ -206,44 +202,9 @@ class GemmPlan:
         return f"the mode {self.mode} has no effect: {why}; {stay}"
 
     @property
-    def a_becomes(self) -> str:
-        """Description of ``a`` as multiplied."""
-        return str(_rendering().becomes(self, "a"))
-
-    @property
-    def b_becomes(self) -> str:
-        """Description of ``b`` as multiplied."""
-        return str(_rendering().becomes(self, "b"))
-
-    @property
     def fallbacks(self) -> tuple[str, ...]:
         """Sentences on the treatment of operands that the kernel does not support."""
         is_split = max(self.split) > 1 or self.kernel_row.parts > 1
-        return (str(Reason(ReasonKind.NOT_FINITE_IN_PARTS)),) if is_split else ()
-
-    def __repr__(self) -> str:
-        return str(_rendering().to_repr(self))
-
-    def __str__(self) -> str:
-        return str(_rendering().to_text(self))
-
-    def _repr_html_(self) -> str:
-        return str(_rendering().to_html(self))
-
-    def plot(self, path: str) -> None:
-        """Draw the device's roofline with this mode and those that ``rtol`` considered; the suffix is the format.
-
-        Where the device's peak rates are unknown, as on CPUs, the figure shows these modes' bounds by their speed.
-
-        Raises
-        ------
-        UnsupportedError
-            There is neither a roofline nor an ``rtol``, or matplotlib is not installed or does not support the format.
-        """
-        from lowprec.planning.figure import draw
-
-        draw(self, path)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as values for JSON."""
-        return dict(_rendering().to_dict(self))
+        if is_split:
+            return (str(Reason(ReasonKind.NOT_FINITE_IN_PARTS)),)
+        return ()

@@ -12,6 +12,9 @@ from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multiply
 
+#: Formats with blocks whose codes represent integers, E2M1 halves of integers.
+_INTEGERS = frozenset({"mxfp4", "nvfp4", "int8_blocks"})
+
 
 @dataclass(frozen=True, slots=True)
 class GemmProblem:
@@ -33,6 +36,12 @@ class GemmProblem:
     @property
     def has_blocks(self) -> bool:
         return self.a.blocks is not None or self.b.blocks is not None
+
+    @property
+    def in_integers(self) -> bool:
+        """Whether both operands are integers in blocks along k."""
+        operands = (self.a, -1, _INTEGERS), (self.b, -min(2, len(self.b.shape)), _INTEGERS | {"int8", "int4"})
+        return all(x.blocks and x.blocks.axis == axis and x.blocks.format in names for x, axis, names in operands)
 
     @property
     def has_epilogue(self) -> bool:

@@ -29,24 +29,17 @@ products of two errors is another, with a factor k. Clipping has no mean of zero
 
 from __future__ import annotations
 
-from math import expm1, log1p, sqrt
-from typing import TYPE_CHECKING
+from math import sqrt
 
-from lowprec.formats import FLOAT32
+from lowprec.formats import FLOAT32, DType
 from lowprec.planning import bounds
+from lowprec.planning.layout import GemmLayout
 from lowprec.planning.split_bounds import confidence
 from lowprec.recipes import Rule
-
-if TYPE_CHECKING:
-    from lowprec.planning.plan import GemmPlan, Quantized
 
 #: Roundings of the factors that undo the scales: alpha with both tensors' scales, a row's scale and a column's.
 _FACTORS = 4
 _HADAMARD = 2.0**-21
-
-
-def _joint(*errors: float) -> float:
-    return expm1(sum(map(log1p, errors)))
 
 
 def _losses(rule: Rule, vectors: int, k: int) -> tuple[float, float, float, float]:
@@ -55,17 +48,30 @@ def _losses(rule: Rule, vectors: int, k: int) -> tuple[float, float, float, floa
     rows, length = rule.block
     # M / s: the largest element, and at least half of it with scales that are powers of two.
     if fmt is None:
-        u, clip, h, largest = 0.0, 0.0, 0.5, 127.0
+        u = 0.0
+        clip = 0.0
+        h = 0.5
+        largest = 127.0
     else:
-        u, clip, h, largest = fmt.unit_roundoff, 0.0, fmt.smallest_subnormal / 2, fmt.largest
+        u = fmt.unit_roundoff
+        clip = 0.0
+        h = fmt.smallest_subnormal / 2
+        largest = fmt.largest
         if rule.block_scale == "floor":
-            largest, clip = 2.0**fmt.emax, 1 - fmt.largest / 2.0 ** (fmt.emax + 1)
+            largest = 2.0**fmt.emax
+            clip = 1 - fmt.largest / 2.0 ** (fmt.emax + 1)
         elif rule.block_scale == "rceil":
             largest /= 2
         elif rule.block_scale == "e4m3":
-            largest, clip = largest / (1 + 2.0**-4), 2.0**-4
+            largest = largest / (1 + 2.0**-4)
+            clip = 2.0**-4
     twice = 2 if rule.is_stochastic else 1
-    count = {"tensor": vectors * k, "vector": k}.get(rule.scaling, min(rows, vectors) * min(length or k, k))
+    if rule.scaling == "tensor":
+        count = vectors * k
+    elif rule.scaling == "vector":
+        count = k
+    else:
+        count = min(rows, vectors) * min(length or k, k)
     return u * twice, clip, h * twice / largest, float(count)
 
 
@@ -74,33 +80,50 @@ def _operand(rule: Rule | None, vectors: int, k: int) -> tuple[float, float, flo
     if rule is None or not k:
         return 0.0, 0.0, 0.0
     u, clip, h, count = _losses(rule, vectors, k)
-    lost = 6 * 2.0**-10 / 2688 * sqrt(vectors * k) if rule.block_scale == "e4m3" else 0.0
-    lost += _HADAMARD if rule.hadamard else 0.0
-    clip = clip if clip > u else 0.0
-    return sqrt(max(u, clip) ** 2 + count * h * h) + lost, sqrt(u * u + h * h), clip + lost
+    lost = 0.0
+    if rule.block_scale == "e4m3":
+        lost = 6 * 2.0**-10 / 2688 * sqrt(vectors * k)
+    if rule.hadamard:
+        lost += _HADAMARD
+    if clip <= u:
+        clip = 0.0
+    of_tensor = sqrt(max(u, clip) ** 2 + count * h * h) + lost
+    of_element = sqrt(u * u + h * h)
+    return of_tensor, of_element, clip + lost
 
 
-def quantized_bound(plan: GemmPlan, quantized: Quantized) -> bounds.ErrorBound:
-    """Return the error bound of the plan of a mode that quantises."""
-    layout, inner = plan.layout, quantized.inner.bound
-    batch, k = layout.batch_count, layout.k
-    pieces = max(-(-k // quantized.k_piece), 1) if quantized.k_piece else 1
+def quantized_bound(
+    rules: tuple[Rule | None, Rule | None], inner: bounds.ErrorBound, layout: GemmLayout, out_dtype: DType, k_piece: int
+) -> bounds.ErrorBound:
+    """Return the error bound of a mode that quantises; ``inner`` is that of the rounded numbers."""
+    batch = layout.batch_count
+    k = layout.k
+    pieces = 1
+    if k_piece:
+        pieces = max(-(-k // k_piece), 1)
     u = FLOAT32.unit_roundoff
-    out = plan.out_dtype.format
+    out = out_dtype.format
     narrow = out.unit_roundoff if out and out is not FLOAT32 else 0.0
     # Additions of pieces: one rounding each.
-    after = [narrow if quantized.k_piece else 0.0, *[u] * (_FACTORS + pieces - 1)]
-    sums = _joint(inner.relative, *after)
-    a, a_each, a_clip = _operand(quantized.rules[0], batch * layout.m, k)
-    b, b_each, b_clip = _operand(quantized.rules[1], batch * layout.n, k)
+    after = [narrow if k_piece else 0.0, *[u] * (_FACTORS + pieces - 1)]
+    sums = bounds.joint(inner.relative, *after)
+    a, a_each, a_clip = _operand(rules[0], batch * layout.m, k)
+    b, b_each, b_clip = _operand(rules[1], batch * layout.n, k)
     size = confidence(2)
-    relative = _joint(a, b, sums)
+    relative = bounds.joint(a, b, sums)
     second = min(a * b, size * sqrt(k) * a_each * b_each)
-    probable = (1 + sums) * (1 + size * sqrt(a_each**2 + b_each**2) + a_clip + b_clip + second) - 1
+    first = size * sqrt(a_each**2 + b_each**2)
+    probable = (1 + sums) * (1 + first + a_clip + b_clip + second) - 1
     smallest = FLOAT32.smallest_normal
     return bounds.ErrorBound(
-        relative, max(inner.operand_absolute, smallest), max(inner.result_absolute, smallest) * (1 + relative), k,
+        relative,
+        max(inner.operand_absolute, smallest),
+        max(inner.result_absolute, smallest) * (1 + relative),
+        k,
         f"(1 + e_a) (1 + e_b) (1 + {sums:.3g}) - 1; e_a = {a:.3g}, e_b = {b:.3g}, of blocks with their scales",
-        f"{bounds._power(smallest)} per element of an operand", "no sum beyond float32's range",
-        unconditional=inner.unconditional, probable=min(relative, probable), by_norms=True,
-    )  # fmt: skip
+        f"{bounds._power(smallest)} per element of an operand",
+        "no sum beyond float32's range",
+        unconditional=inner.unconditional,
+        probable=min(relative, probable),
+        by_norms=True,
+    )

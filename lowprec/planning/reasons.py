@@ -24,7 +24,7 @@ class ReasonKind(Enum):
     INNER_CONTIGUOUS = "{data} kernels need a contiguous inner dimension"
     READ_IN_STEPS = "{data} kernels need an alignment of {step} bytes"
     QUANTIZED = "a kernel quantises it"
-    FOR_GEMM_EX = "no algorithm of cuBLASLt runs, and cublasGemmEx gets aligned operands"
+    PADDED_K = "{data} kernels multiply k in multiples of {step}"
     OVERLAP = "it overlaps another array"
 
     # Why block-scaled operands are widened.
@@ -56,7 +56,7 @@ class ReasonKind(Enum):
     # Use of a prepared operand.
     KEPT = "the first product in {mode} keeps its packed b for later ones"
     PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
-    CODES_READ = "{kernel} decodes its codes as it packs them: nothing to keep"
+    CODES_READ = "{kernel} decodes its codes as it multiplies; those along k are kept in its order"
     SCALES_KEPT = "the first product keeps its scales in the order of cuBLASLt; the codes are read in place"
     NOT_KEPT = "{kernel} does not keep its packed b: read as an ordinary array"
     NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
@@ -66,7 +66,7 @@ class ReasonKind(Enum):
     ZEROS_MULTIPLIED = "{kernel} multiplies the zeros of b like other numbers: the same cost as a dense b"
     DENSE_PRODUCT = "a dense product, as without sparsity: {why}"
     NO_SPARSE_UNITS = "sparse tensor cores need compute capability 8.0, here {capability}"
-    SPARSE_FLOAT32 = "sparse tensor cores multiply float32 data in the pattern 1:2 alone"
+    SPARSE_PACKED = "cuSPARSELt multiplies b as it is stored: store float16, bfloat16, or int8 in column-major order"
     SPARSE_TYPES = "cuSPARSELt is not used for {a} by {b} into {out}"
     SPARSE_CALLS = "cuSPARSELt is used for one row-major product without a batch, with alpha, beta c and a bias alone"
     SPARSE_EXTENTS = "cuSPARSELt needs {name} in multiples of {step}, here {shape} with leading dimension {leading}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowprec.modes import ModeRow, Pair
 
 
-class Product(NamedTuple):
+class PartProduct(NamedTuple):
     """One matrix product of a schedule: ``sum (+)= factor * a_part[:, k] @ b_part[k, :]``.
 
     A product of several terms concatenates parts along k: ``[a_part | a_(part - 1) | ...]`` of ``a``, in descending
@@ -34,31 +34,34 @@ class Product(NamedTuple):
 
 def make_schedule(
     row: ModeRow, rounded: tuple[bool, bool], k: int, k_chunk: int | None = None, *, concatenates: bool = False
-) -> tuple[Product, ...]:
+) -> tuple[PartProduct, ...]:
     """Return the products of a mode, the smallest first.
 
     ``rounded``: whether ``a`` and ``b`` are rounded, and so split. The product of the leading parts is summed in chunks
     of ``k_chunk``, added in the accumulator's format; None means one chunk. With ``concatenates``, products with the
     same factor become one product of concatenated parts.
     """
-    step = min(k_chunk or k, k) or 1
-    products: list[Product] = []
+    whole = k or 1
+    chunk = min(k_chunk or whole, whole)
+    products: list[PartProduct] = []
     for pairs, factor in _groups(row, rounded, concatenates):
         a_part, b_part = pairs[0]
-        starts = range(0, k or 1, step if (a_part, b_part) == (0, 0) else k or 1)
-        for start in starts:
-            stop = min(start + starts.step, k)
-            products.append(Product(a_part, b_part, start, stop, factor, bool(products), len(pairs)))
+        step = chunk if pairs[0] == (0, 0) else whole
+        for start in range(0, whole, step):
+            stop = min(start + step, k)
+            products.append(PartProduct(a_part, b_part, start, stop, factor, bool(products), len(pairs)))
     return tuple(products)
 
 
 def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Iterator[tuple[list[Pair], float]]:
     if row.sums_parts and not all(rounded):
         # If one operand has a single part, two ordinary products suffice, fewer than Karatsuba's three.
-        pairs = [(int(rounded[0]), int(rounded[1])), (0, 0)] if any(rounded) else [(0, 0)]
-        yield from (([pair], 2.0 ** (-row.part_exponent * sum(pair))) for pair in pairs)
+        if any(rounded):
+            yield [(int(rounded[0]), int(rounded[1]))], 2.0**-row.part_exponent
+        yield [(0, 0)], 1.0
         return
-    formed = [(i, j) for i, j in row.pairs if (rounded[0] or i == 0) and (rounded[1] or j == 0)]
+    splits_a, splits_b = rounded
+    formed = [(i, j) for i, j in row.pairs if (splits_a or i == 0) and (splits_b or j == 0)]
     if not concatenates or row.sums_parts:
         yield from (([pair], row.factor(pair)) for pair in formed)
         return

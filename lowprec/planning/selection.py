@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, Mode, available_modes
-from lowprec.planning.costs import expected_cost
+from lowprec.planning.costs import expected_cost, roofline
 from lowprec.planning.kernels import Capabilities
-from lowprec.planning.plan import Candidate, GemmPlan
+from lowprec.planning.plan import GemmPlan
 from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
@@ -36,6 +36,17 @@ def check_bound(bound: object) -> Bound:
     except ValueError:
         names = " or ".join(repr(str(x)) for x in Bound)
         raise ModeError(f"bound must be {names}, got {quoted(bound)}") from None
+
+
+class Candidate(NamedTuple):
+    """A mode that ``rtol`` considered."""
+
+    mode: Mode
+    bound: float  # of the relative error in the Frobenius norm, guaranteed or probable
+    cost: float  # expected time, relative to fp32
+    accepted: bool  # whether this is the mode that runs
+    why: Reason
+    seconds: float | None = None  # least time by the roofline, if known
 
 
 class Selection(NamedTuple):
@@ -71,22 +82,26 @@ def select_mode(
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
     # The sort is stable: equal costs keep the order of the table, which begins with fp32.
-    plans.sort(key=lambda plan: costs[plan.mode])
+    by_cost = sorted(plans, key=lambda plan: costs[plan.mode])
     chosen: Mode | None = None
     candidates = []
-    for plan in plans:
+    for plan in by_cost:
         size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
         why = _unsupported_reason(plan, size, rtol, excluded)
-        accepted, least = why is None and chosen is None, plan.roofline
+        accepted = why is None and chosen is None
+        least = roofline(plan)
         if accepted:
-            chosen, why = plan.mode, Reason.of(ReasonKind.CHEAPEST)
+            chosen = plan.mode
+            why = Reason.of(ReasonKind.CHEAPEST)
         elif why is None:
             why = Reason.of(ReasonKind.NO_CHEAPER, chosen=chosen)
         candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why, least.seconds if least else None))
     if chosen is None:
-        bounds = ", ".join(f"{c.mode} {c.bound:.3g}" for c in candidates)
+        sizes = {c.mode: c.bound for c in candidates}
+        bounds = ", ".join(f"{plan.mode} {sizes[plan.mode]:.3g}" for plan in plans)
         verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"
-        dtype, k = plans[0].compute_dtype, plans[0].layout.k
+        dtype = plans[0].compute_dtype
+        k = plans[0].layout.k
         raise ModeError(
             f"no math mode {verb} rtol = {rtol:.3g} for {dtype} operands at k = {k}; bounds: {bounds}. Use a larger "
             f"rtol or {'complex128' if dtype.is_complex else 'float64'} operands"

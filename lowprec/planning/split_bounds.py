@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow, Pair
-from lowprec.planning.schedule import Product
+from lowprec.planning.schedule import PartProduct
 from lowprec.planning.tensor_cores import roundings, tensor_cores_multiply
 
 #: Largest probability with which a probable bound fails for a product.
@@ -57,7 +57,9 @@ _SCALED_EXPONENT = 39
 def gamma(count: float, fmt: NumberFormat) -> float:
     """Return gamma_count = count u / (1 - count u), infinite if count u >= 1."""
     step = count * fmt.unit_roundoff
-    return step / (1 - step) if step < 1 else inf
+    if step < 1:
+        return step / (1 - step)
+    return inf
 
 
 def gamma_text(fmt: NumberFormat) -> str:
@@ -97,7 +99,7 @@ def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
     return Depth(terms)
 
 
-def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dict[Pair, tuple[Depth, float]]:
+def depths(schedule: tuple[PartProduct, ...], of_sum: Callable[[int], Depth]) -> dict[Pair, tuple[Depth, float]]:
     """Return for each pair of parts the depth of its sums, including additions of products, and its factor."""
     sums: dict[Pair, tuple[Depth, float]] = {}
     for number, product in enumerate(schedule):
@@ -113,7 +115,7 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
 
 
 def depths_by_chunks(
-    schedule: tuple[Product, ...], of_chunk: int, chunks: int, sums: int
+    schedule: tuple[PartProduct, ...], of_chunk: int, chunks: int, sums: int
 ) -> dict[Pair, tuple[Depth, float]]:
     """Return the result of :func:`depths` for products that are summed over chunks of k.
 
@@ -137,7 +139,9 @@ def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
     for chunk in (k, *CHUNKS):
         if on_tensor_cores(min(chunk, k), fmt, capability).truncations <= 2 * sqrt(k):
             return chunk if chunk < k else None
-    return CHUNKS[-1] if k > CHUNKS[-1] else None
+    if k > CHUNKS[-1]:
+        return CHUNKS[-1]
+    return None
 
 
 class RelativeError(NamedTuple):
@@ -156,10 +160,13 @@ class _Parts(NamedTuple):
 def _parts(row: ModeRow, is_split: bool, scaled_over: int) -> _Parts:
     if not is_split:
         return _Parts((1.0,), 0.0)
-    p, count = row.operand_format.precision, row.parts
+    p = row.operand_format.precision
+    count = row.parts
     lost = 2.0**-_SCALED_EXPONENT * sqrt(scaled_over)
     bits = count * p + count - 1
-    rest = 0.0 if bits > _SINGLE_BITS else 2.0**-bits
+    rest = 0.0
+    if not (bits > _SINGLE_BITS):
+        rest = 2.0**-bits
     rest += lost * 2.0 ** (-row.part_exponent * (count - 1))
     weights = (1 + 2.0**-p + lost, 2.0**-p + lost, 2.0 ** -(2 * p + 1))
     return _Parts(weights[:count], rest)

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lowprec.formats import DType
 from lowprec.modes import MathMode, Mode
+from lowprec.planning.cublaslt.calls import STEP_BYTES, CublasLtCall
+from lowprec.planning.plan import GemmPlan
 from lowprec.planning.reasons import Reason, ReasonKind
-
-if TYPE_CHECKING:
-    from lowprec.planning.cublaslt.calls import CublasLtCall
-    from lowprec.planning.plan import GemmPlan
 
 _SPARSE_UNITS_SINCE = (8, 0)
 #: cuSPARSELt's result by type of its operands.
 _SPARSE_RESULTS = {DType.FLOAT16: DType.FLOAT16, DType.BFLOAT16: DType.BFLOAT16, DType.INT8: DType.INT32}
-#: Extents and leading dimensions of sparse and of dense matrices are multiples of these.
-_SPARSE_BYTES, _DENSE_BYTES = 32, 16
+#: Extents and leading dimensions of a sparse matrix are multiples of this, those of dense ones of ``STEP_BYTES``.
+_SPARSE_BYTES = 32
 
 
 _ALL_MODES: frozenset[Mode] = frozenset(MathMode)
 
 
 def kept_modes(plan: GemmPlan) -> frozenset[Mode]:
-    """Return the modes of :func:`lowprec.prepare` for which a product of this plan keeps its packed ``b``."""
+    """Return the modes in which a prepared ``b`` stays packed."""
     if _reason_kind(plan, plan.mode) is not ReasonKind.KEPT:
         return frozenset()
-    return frozenset((plan.mode,)) if plan.mode_has_effect else _ALL_MODES
+    if plan.quantized and plan.quantized.rules[1] is None:
+        return kept_modes(plan.quantized.inner)
+    if plan.mode_has_effect:
+        return frozenset((plan.mode,))
+    return _ALL_MODES
 
 
 def reads_codes_of_b(plan: GemmPlan) -> bool:
@@ -58,50 +59,73 @@ def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
     capability = plan.capabilities.compute_capability or _SPARSE_UNITS_SINCE
     if capability < _SPARSE_UNITS_SINCE:
         yield Reason.of(ReasonKind.NO_SPARSE_UNITS, capability="{}.{}".format(*capability))
-    first, second, d = call.first, call.second, call.d
+    first = call.first
+    second = call.second
+    d = call.d
     is_one = call.swapped and len(plan.schedule) == len(call.offsets) == call.batch_count == 1
     if not is_one or call.epilogue not in ("DEFAULT", "BIAS") or call.c not in (None, d):
         yield Reason.of(ReasonKind.SPARSE_CALLS)
-    if first.dtype is DType.FLOAT32:
-        yield Reason.of(ReasonKind.SPARSE_FLOAT32)
+    if call.pack_b is not None:
+        yield Reason.of(ReasonKind.SPARSE_PACKED)
     if first.dtype is not second.dtype or _SPARSE_RESULTS.get(first.dtype) is not d.dtype:
         yield Reason.of(ReasonKind.SPARSE_TYPES, a=second.dtype, b=first.dtype, out=d.dtype)
     matrices = (
-        ("b", first, call.op_first, _SPARSE_BYTES), ("a", second, call.op_second, _DENSE_BYTES),
-        ("out", d, "N", _DENSE_BYTES),
-    )  # fmt: skip
+        ("b", first, call.op_first, _SPARSE_BYTES),
+        ("a", second, call.op_second, STEP_BYTES),
+        ("out", d, "N", STEP_BYTES),
+    )
     for name, x, op, nbytes in matrices:
-        step, leading = nbytes // x.dtype.itemsize, x.leading_dimension
-        shape = (x.cols, x.rows) if op == "N" else (x.rows, x.cols)
+        step = nbytes // x.dtype.itemsize
+        leading = x.leading_dimension
+        if op == "N":
+            shape = (x.cols, x.rows)
+        else:
+            shape = (x.rows, x.cols)
         if any(size % step for size in (*shape, leading)):
             yield Reason.of(ReasonKind.SPARSE_EXTENTS, name=name, step=step, shape=shape, leading=leading)
 
 
 def _reason_kind(plan: GemmPlan, prepared_for: Mode) -> ReasonKind:
     if plan.quantized:
-        if plan.quantized.rules[1] is None:
-            return _reason_kind(plan.quantized.inner, plan.quantized.inner.mode)
-        return ReasonKind.KEPT if plan.mode == prepared_for else ReasonKind.PREPARED_FOR_ANOTHER_MODE
-    kernel, b = plan.kernel_row, plan.problem.b
+        rules, inner, k_piece, _ = plan.quantized
+        if rules[1] is not None:
+            return ReasonKind.KEPT if plan.mode == prepared_for else ReasonKind.PREPARED_FOR_ANOTHER_MODE
+        if k_piece:
+            return ReasonKind.NOT_KEPT
+        return _reason_kind(inner, inner.mode)
+    kernel = plan.kernel_row
+    b = plan.problem.b
     if plan.call and plan.call.first.codes:
         return ReasonKind.SCALES_KEPT
     if b.blocks is not None or (b.dtype.is_float8 and kernel.decodes_b):
-        along_k = b.dtype.is_float8 or (b.blocks is not None and b.blocks.axis == -min(2, len(b.shape)))
-        # Widened numbers are rounded, and complex products read planes.
-        widens = plan.rounded[1] or plan.compute_dtype.is_complex or (b.blocks and b.blocks.row.has_float_scales)
-        decodes = kernel.decodes_b and (b.dtype.is_float8 or (b.blocks and b.blocks.format in kernel.decodes_b))
-        reads = decodes and along_k and plan.flops and not widens
-        return ReasonKind.CODES_READ if reads else ReasonKind.NOT_KEPT
+        return ReasonKind.CODES_READ if _reads_codes(plan) else ReasonKind.NOT_KEPT
     if plan.mode_has_effect and plan.mode != prepared_for:
         return ReasonKind.PREPARED_FOR_ANOTHER_MODE
     if not kernel.keeps_b:
         return ReasonKind.NOT_KEPT
+    return ReasonKind.KEPT if _rewrites_b(plan) else ReasonKind.NOTHING_TO_KEEP
+
+
+def _reads_codes(plan: GemmPlan) -> bool:
+    """Whether the kernel reads the codes of ``b``, which then have scales along k or none."""
+    # Widened numbers are rounded, and complex products read planes.
+    if plan.rounded[1] or plan.compute_dtype.is_complex or not plan.flops:
+        return False
+    b = plan.problem.b
+    formats = plan.kernel_row.decodes_b
+    if b.dtype.is_float8 or b.blocks is None:
+        return bool(formats)
+    return b.blocks.format in formats and b.blocks.axis == -min(2, len(b.shape))
+
+
+def _rewrites_b(plan: GemmPlan) -> bool:
+    """Whether a product writes ``b`` to new memory, as another type or in another order."""
     if plan.call:
-        rewrites = plan.call.pack_b is not None
-    elif kernel.packs:
-        rewrites = plan.flops > 0
-    else:
-        rounds = plan.mode_has_effect and plan.operand_format is not plan.accumulator.format
-        converts = rounds or b.dtype is not plan.accumulator
-        rewrites = converts and plan.flops > 0 and plan.compute_dtype is not DType.INT8
-    return ReasonKind.KEPT if rewrites else ReasonKind.NOTHING_TO_KEEP
+        return plan.call.pack_b is not None
+    if not plan.flops:
+        return False
+    if plan.kernel_row.packs:
+        return True
+    rounds = plan.mode_has_effect and plan.operand_format is not plan.accumulator.format
+    converts = rounds or plan.problem.b.dtype is not plan.accumulator
+    return converts and plan.compute_dtype is not DType.INT8

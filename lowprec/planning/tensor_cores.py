@@ -27,37 +27,49 @@ BLOCK_SCALES_SINCE = (10, 0)
 
 
 class Accumulation(NamedTuple):
-    """How a tensor core sums products of one format in FP32."""
+    """How a tensor core adds a group of products of one format to an FP32 accumulator: ``c + a_1 b_1 + ... + a_g b_g``.
 
-    group: int  # products that are added to the accumulator at once
-    fraction_bits: int  # of a term, below the largest exponent of its group
-    #: Least exponent to which terms are aligned. It has no effect on Volta, where no nonzero product of float16 numbers
-    #: and no FP32 accumulator has an exponent below -126.
-    least_exponent: int
+    1. The products are exact. The exponent of a product is the sum of its factors' exponents; a subnormal factor is not
+       normalised and has the exponent of the smallest normal number.
+    2. The nonzero terms, including c, are aligned to their largest exponent, at least ``least_exponent``, and truncated
+       to ``fraction_bits`` below it.
+    3. The sum of these is exact, and rounded toward zero to float32, subnormal numbers included, of which
+       ``result_bits`` fraction bits remain; it is infinite beyond the largest float32. An exact zero is +0.
+    4. With ``adds_after`` c is not among the terms: it is added to the rounded sum, to nearest.
+
+    A NaN in a product or in c, infinities of both signs, and an infinity times zero give the NaN 0x7fffffff.
+    """
+
     instruction_k: int  # products of one instruction: one group, or two in order
-    result_bits: int = 23  # fraction bits of the accumulator, which is rounded toward zero
-    adds_after: bool = False  # the accumulator is added to the rounded sum of the products, to nearest
+    group: int  # products that are added to the accumulator at once
+    fraction_bits: int
+    #: It has no effect on Volta, where no nonzero product of float16 numbers and no FP32 accumulator has an exponent
+    #: below -126.
+    least_exponent: int
+    emin: int = 0  # exponent of the smallest normal number of the factors' format; set for the emulation
+    result_bits: int = 23
+    adds_after: bool = False
 
 
 #: The first compute capability of a model, and the model; None if sums are not in FP32.
 _Model = tuple[Capability, Accumulation | None]
 
 _SIXTEEN_BITS: tuple[_Model, ...] = (
-    ((9, 0), Accumulation(16, 25, -133, 16)),
-    ((8, 0), Accumulation(8, 24, -132, 16)),
-    ((7, 0), Accumulation(4, 23, -126, 4)),
+    ((9, 0), Accumulation(16, 16, 25, -133)),
+    ((8, 0), Accumulation(16, 8, 24, -132)),
+    ((7, 0), Accumulation(4, 4, 23, -126)),
 )
 _EIGHT_BITS: tuple[_Model, ...] = (
-    ((10, 0), Accumulation(32, 25, -133, 32, adds_after=True)),
-    ((9, 0), Accumulation(32, 13, -133, 32, result_bits=13)),
-    ((8, 9), Accumulation(16, 13, -132, 32, result_bits=13)),
+    ((10, 0), Accumulation(32, 32, 25, -133, adds_after=True)),
+    ((9, 0), Accumulation(32, 32, 13, -133, result_bits=13)),
+    ((8, 9), Accumulation(32, 16, 13, -132, result_bits=13)),
 )
 
 #: Models by operand format, the newest compute capability first; the last is the first that supports the format.
 _MODELS: dict[str, tuple[_Model, ...]] = {
     "float16": _SIXTEEN_BITS,
     "bfloat16": _SIXTEEN_BITS[:2],
-    "tf32": (((9, 0), Accumulation(8, 25, -133, 8)), ((8, 0), Accumulation(4, 24, -132, 8))),
+    "tf32": (((9, 0), Accumulation(8, 8, 25, -133)), ((8, 0), Accumulation(8, 4, 24, -132))),
     "float8_e4m3fn": _EIGHT_BITS,
     "float8_e5m2": _EIGHT_BITS,
     "float64": (((8, 0), None),),
@@ -83,7 +95,9 @@ def float64_cost(capability: Capability | None) -> float:
 def first_capability(fmt: str) -> Capability | None:
     """Return the first compute capability whose tensor cores support a format, None if there is none."""
     models = _MODELS.get(fmt)
-    return models[-1][0] if models else None
+    if models:
+        return models[-1][0]
+    return None
 
 
 def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
@@ -105,6 +119,7 @@ def roundings(k: int, fmt: str, capability: Capability) -> int:
     model = accumulation(fmt, capability)
     if model is None:
         return k
-    each = (model.group + 1) * 2.0 ** (24 - model.fraction_bits) + 2.0 ** (24 - model.result_bits) + model.adds_after
+    of_terms = (model.group + 1) * 2.0 ** (24 - model.fraction_bits)
+    each = of_terms + 2.0 ** (24 - model.result_bits) + model.adds_after
     # Rounded up, because each addition of the parts of a split sum needs at least one rounding.
     return ceil(-(-k // model.group) * each)

@@ -55,7 +55,6 @@ def register_controller(controller: Controller) -> None:
     False
     >>> solver.allow_tf32
     True
-    >>> unregister_controller("solver")
     """
     lacks = [name for name in _MEMBERS if not hasattr(controller, name)]
     if lacks:
@@ -63,11 +62,6 @@ def register_controller(controller: Controller) -> None:
         raise TypeError(f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}")
     known_modules.add(controller.module)
     _by_name[controller.name] = controller
-
-
-def unregister_controller(name: str) -> None:
-    """Remove a controller; open blocks keep it. Raises KeyError for an unknown name."""
-    del _by_name[name]
 
 
 def controllers() -> tuple[Controller, ...]:

@@ -4,68 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowprec.policy.switches import Hold
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
     from lowprec.modes import Mode
-    from lowprec.policy.scopes import PolicyScope
+
+#: A policy: the mode, whether it is a guard, and the emulated architecture.
+Frame = tuple["Mode | None", bool, "Architecture | None"]
+OUTSIDE: Frame = (None, False, None)
 
 
-class Policy:
-    """An open block, with the combined effect of it and its enclosing blocks; copies of a context share the object."""
+class Entry:
+    """A block of a scope, with the enclosing one; copies of a context share the object.
 
-    __slots__ = ("emulates", "guarded", "hold", "mode", "outer", "scope")
+    That of a policy does not refer to its scope, which is collected if an interrupt has prevented ``__exit__``.
+    """
 
-    scope: PolicyScope  # of the innermost block
-    outer: Policy | None  # the policy outside of it
-    hold: Hold | None  # None until it has set other libraries' switches
-    mode: Mode | None  # of the innermost ``math_mode``
-    guarded: bool  # whether one of the blocks is a guard
-    emulates: Architecture | None  # of the innermost ``emulate``
+    outer: Entry | None = None
+    is_open = True
 
-    def __init__(self, scope: PolicyScope, outer: Policy, hold: Hold | None = None) -> None:
-        self.scope = scope
-        self.outer = outer
-        self.hold = hold
-        self.mode = scope._mode or outer.mode
-        self.guarded = scope._guards or outer.guarded
-        self.emulates = scope._emulates or outer.emulates
+    own: Frame = OUTSIDE
+    libraries: frozenset[str] | None  # that it selects, None for all
+    hold: Hold | None = None  # once it has set other libraries' switches
 
-    def of(self, scope: PolicyScope) -> Policy | None:
-        policy = self
-        while policy.scope is not scope:
-            if policy.outer is None:
-                return None
-            policy = policy.outer
-        return policy
-
-    def guards(self) -> list[PolicyScope]:
-        scopes, policy = [], self
-        while policy.guarded and policy.outer is not None:
-            if policy.scope._guards:
-                scopes.append(policy.scope)
-            policy = policy.outer
-        return scopes
-
-    def without(self, policy: Policy) -> Policy:
-        """Return the policy without one of the open blocks."""
-        if self.outer is None or self is policy:
-            return self.outer or self
-        return Policy(self.scope, self.outer.without(policy), self.hold)
+    scope: Any = None  # the interception, once it has begun
+    key: Any = None  # of compiled functions inside the interception
 
 
-_outside = object.__new__(Policy)
-_outside.scope = _outside.outer = _outside.hold = _outside.mode = _outside.emulates = None  # type: ignore[assignment]
-_outside.guarded = False
+def innermost(entry: Entry | None) -> Entry | None:
+    """Return the innermost open block of those that contain this one, and itself."""
+    while entry is not None and not entry.is_open:
+        entry = entry.outer
+    return entry
 
-#: The policy of this thread or task.
-current: ContextVar[Policy] = ContextVar("lowprec_policy", default=_outside)
 
-#: The holds of all threads' blocks on other libraries' switches, in order of entry, with their scopes.
-holds: dict[Hold, PolicyScope] = {}
+#: The innermost block of this thread or task; it may have ended.
+current: ContextVar[Entry | None] = ContextVar("lowprec_policy", default=None)
+
+
+def blocks() -> list[Entry]:
+    """Return the open blocks of this thread or task, the innermost one first."""
+    found = []
+    entry = innermost(current.get())
+    while entry is not None:
+        found.append(entry)
+        entry = innermost(entry.outer)
+    return found
+
+
+def policy() -> Frame:
+    """Return the combined policy of the open blocks of this thread or task."""
+    entry = current.get()
+    if entry is not None and entry.outer is None and entry.is_open:
+        return entry.own
+    mode = emulates = None
+    guarded = False
+    while entry is not None:
+        if entry.is_open:
+            own = entry.own
+            mode = mode or own[0]
+            guarded = guarded or own[1]
+            emulates = emulates or own[2]
+        entry = entry.outer
+    return mode, guarded, emulates
+
 
 listeners: list[Callable[[bool], None]] = []
 #: Register a function to be called after every change of a thread's scopes (argument False) or of the process default

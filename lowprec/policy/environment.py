@@ -8,12 +8,14 @@ program that multiplies. A blank value counts as unset.
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from lowprec.errors import EnvironmentVariableError, ModeError, quoted
+from lowprec.errors import EnvironmentVariableError, ModeError, did_you_mean, quoted
 from lowprec.modes import MathMode, Mode, mode_names, parse_mode
 from lowprec.policy import entries
 
@@ -123,6 +125,24 @@ THREADS = _choice(
     {"own": ("own", "lowprec's own workers"), "openmp": ("openmp", "PyTorch's threads if it is loaded")},
 )
 
+
+def _parse_threads(text: str) -> int:
+    count = _thread_count(text)
+    if count is None:
+        raise EnvironmentVariableError(
+            f"environment variable LOWPREC_NUM_THREADS must be a positive number, got {quoted(text)}; or unset it"
+        )
+    return count
+
+
+NUM_THREADS = Variable(
+    "LOWPREC_NUM_THREADS",
+    "The most threads of a product on the CPU; other limits, such as OMP_NUM_THREADS, apply, too.",
+    "a positive number",
+    "the other limits alone",
+    _parse_threads,
+)
+
 #: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
 ISAS: dict[str, frozenset[str]] = {
     "baseline": frozenset(),
@@ -167,10 +187,10 @@ _LIBRARIES = (
     ("CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT",
      "Mantissa bits of cuBLAS's emulation of FP64, whose errors then have no documented bound",
      "a number of bits", "as many as the data need"),
-    ("OMP_NUM_THREADS", "Number of threads of OpenMP libraries (MKL, OpenBLAS, PyTorch)", *_THREADS),
+    ("OMP_NUM_THREADS", "Number of threads of OpenMP libraries (MKL, OpenBLAS, PyTorch) and lowprec", *_THREADS),
     ("MKL_NUM_THREADS", "Number of threads of MKL and lowprec", *_THREADS),
     ("OPENBLAS_NUM_THREADS",
-     "Number of threads of OpenBLAS (NumPy's and SciPy's matrix products)", *_THREADS),
+     "Number of threads of OpenBLAS (NumPy's and SciPy's matrix products) and lowprec", *_THREADS),
     ("OPENBLAS_CORETYPE",
      "Processor whose kernels NumPy's and SciPy's OpenBLAS use",
      "the name of a processor in OpenBLAS (Haswell, SkylakeX)",
@@ -187,6 +207,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CACHE_DIR,
     MAX_CPU_ISA,
     THREADS,
+    NUM_THREADS,
     *(
         Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
         for name, meaning, legal, default in _LIBRARIES
@@ -249,20 +270,28 @@ class VariableRow(NamedTuple):
 
 def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> VariableRow:
     now = variable.text()
-    used = first.texts[variable.name] if first is not None and variable.read_once else now
-    effect, problem = variable.default, None
+    used = now
+    if first is not None and variable.read_once:
+        used = first.texts[variable.name]
+    effect = variable.default
+    problem = None
     try:
         if used is not None:
-            effect, problem = variable.show(variable.parse(used)), variable.remark(used)
+            effect = variable.show(variable.parse(used))
+            problem = variable.remark(used)
     except EnvironmentVariableError as error:
-        effect, problem = "refused", str(error)
+        effect = "refused"
+        problem = str(error)
     if used != now:
-        was, is_now = ("unset" if text is None else quoted(text) for text in (used, now))
         problem = (
-            f"{variable.name} was {was} when lowprec read it and is {is_now} now; "
+            f"{variable.name} was {_shown(used)} when lowprec read it and is {_shown(now)} now; "
             "the first value is used until the process ends"
         )
     return VariableRow(variable.name, now, effect, variable.meaning, variable.legal, problem)
+
+
+def _shown(text: str | None) -> str:
+    return "unset" if text is None else quoted(text)
 
 
 def hidden_cpu_flags() -> frozenset[str]:
@@ -275,12 +304,22 @@ def hidden_cpu_flags() -> frozenset[str]:
     return frozenset().union(*(ISAS[name] for name in names[names.index(limit) + 1 :]))
 
 
-def thread_limit() -> int | None:
-    """Return the number in ``MKL_NUM_THREADS``, None unless it is positive."""
-    text = os.environ.get("MKL_NUM_THREADS", "").strip()
+def _thread_count(text: str) -> int | None:
+    """Return a positive number of threads, the first of a list; None for other texts."""
+    text = text.partition(",")[0].strip()
     # int() raises for thousands of digits; nine are enough.
-    digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
-    return int(digits[:9]) if digits else None
+    digits = text.lstrip("0")
+    if not digits or not text.isascii() or not text.isdigit():
+        return None
+    return int(digits[:9])
+
+
+def thread_limit(*, of_blas: bool) -> int:
+    """Return the least number of threads that a variable sets; ``of_blas``: also by variables that OpenBLAS reads."""
+    names = "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"
+    mkl, openblas, omp = (_thread_count(os.environ.get(name, "")) for name in names)
+    limits = NUM_THREADS.current(), mkl, of_blas and (openblas or omp)
+    return min(limit or sys.maxsize for limit in limits)
 
 
 def rows() -> tuple[VariableRow, ...]:
@@ -290,7 +329,11 @@ def rows() -> tuple[VariableRow, ...]:
 
 def problems() -> tuple[str, ...]:
     """Return the warnings among :func:`rows`."""
-    return tuple(r.problem for r in rows() if r.problem is not None)
+    known = [v.name for v in VARIABLES]
+    # Others are those of the launcher, of builds and of checks.
+    unread = [x for x in sorted(os.environ) if re.match("LOWPREC_(?!RUN|BUILD|CI_|EMULATOR_)", x) and x not in known]
+    found = [r.problem for r in rows() if r.problem is not None]
+    return (*found, *(f"{name} is not a variable of lowprec{did_you_mean(name, known)}" for name in unread))
 
 
 def variables_set(names: Iterable[str]) -> dict[str, str]:
@@ -313,12 +356,14 @@ def child_environment(
     intercept: str = "",
     profile: bool = False,
     folder: str = "",
+    preloaded: tuple[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the environment for a program that ``lowprec run`` starts.
 
     ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
     chooses its modes, or with the guard; with ``force`` the program cannot change it. ``intercept`` is a JSON object of
-    modes by layer, and ``folder`` is for the counts of the program's processes.
+    modes by layer, and ``folder`` is for the counts of the program's processes. ``preloaded`` is a library with BLAS
+    entry points, and its mode.
     """
     child = dict(os.environ)
     if guard:
@@ -330,7 +375,12 @@ def child_environment(
     hooks = {"INTERCEPT": intercept, "PROFILE": "1" if profile else "", "FOLDER": folder}
     child |= {f"{RUN_VARIABLE}_{name}": value for name, value in hooks.items() if value}
     start = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
-    paths = child.get("PYTHONPATH")
-    others = [path for path in paths.split(os.pathsep) if not path.endswith(start)] if paths else []
-    child["PYTHONPATH"] = os.pathsep.join([startup, *others])
+    paths = [startup]
+    if child.get("PYTHONPATH"):
+        paths += [path for path in child["PYTHONPATH"].split(os.pathsep) if not path.endswith(start)]
+    child["PYTHONPATH"] = os.pathsep.join(paths)
+    if preloaded is not None:
+        path, child["LOWPREC_BLAS"] = preloaded
+        outer = child.get("LD_PRELOAD", "").split(":")
+        child["LD_PRELOAD"] = ":".join([path, *(x for x in outer if x and not x.endswith(os.path.basename(path)))])
     return child

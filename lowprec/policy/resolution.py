@@ -6,9 +6,8 @@ import functools
 from dataclasses import replace
 
 from lowprec.architectures import Architecture
-from lowprec.modes import MathMode, Mode, ModeName, ModeSource, Recipe, ResolvedMode, parse_mode, row
+from lowprec.modes import MathMode, Mode, ModeLike, ModeSource, Recipe, ResolvedMode, parse_mode, row
 from lowprec.policy import entries, environment
-from lowprec.policy.entries import current
 from lowprec.policy.environment import EnvironmentSnapshot
 
 #: Modes that the guard does not change. Emulated ones are not among them: they have the error bound of FP32 or FP64,
@@ -20,10 +19,10 @@ _process_mode: Mode | None = None
 
 def emulated_architecture() -> Architecture | None:
     """Return the architecture that the CPU emulates in this thread and task."""
-    return current.get().emulates
+    return entries.policy()[2]
 
 
-def set_math_mode(name: ModeName | MathMode | Recipe | None) -> None:
+def set_math_mode(name: ModeLike | None) -> None:
     """Set the default math mode of the process, for all threads.
 
     It takes precedence over ``LOWPREC_MATH_MODE``; ``with math_mode(...)`` and arguments take precedence over it.
@@ -89,11 +88,15 @@ def resolve(argument: str | Mode | None = None) -> ResolvedMode:
     Raises ModeError for an unknown argument, even if another step takes precedence, and EnvironmentVariableError for an
     illegal value of a variable.
     """
-    policy = current.get()
+    context, guarded, emulates = entries.OUTSIDE
+    if entries.current.get() is not None:
+        context, guarded, emulates = entries.policy()
     variables = environment.snapshot()
     try:
-        found = _resolve(argument, policy.guarded, policy.mode, _process_mode, variables, policy.emulates)
-        return found if type(policy.mode) is not Recipe else _at_step(found, policy.mode.step)
+        found = _resolve(argument, guarded, context, _process_mode, variables, emulates)
+        if type(context) is Recipe:
+            found = _at_step(found, context.step)
+        return found
     except TypeError:
         if argument is not None:
             parse_mode(argument)  # raises ModeError for an unhashable argument
@@ -102,22 +105,25 @@ def resolve(argument: str | Mode | None = None) -> ResolvedMode:
 
 def overriding_mode() -> ResolvedMode | None:
     """Return the mode set by the guard or ``LOWPREC_FORCE_MATH_MODE``, None if neither is active."""
-    policy, variables = current.get(), environment.snapshot()
-    if not policy.guarded and not variables.fp32_guard and variables.force_math_mode is None:
+    _, guarded, emulates = entries.policy()
+    variables = environment.snapshot()
+    if not guarded and not variables.fp32_guard and variables.force_math_mode is None:
         return None
-    return _impose(None, ModeSource.DEFAULT, policy.guarded, variables, policy.emulates)
+    return _impose(None, ModeSource.DEFAULT, guarded, variables, emulates)
 
 
 def is_guarded() -> bool:
     """Whether ``fp32_guard`` or ``LOWPREC_FP32_GUARD`` acts in this thread and task."""
-    return current.get().guarded or environment.snapshot().fp32_guard
+    return entries.policy()[1] or environment.snapshot().fp32_guard
 
 
 def restrict(mode: Mode, source: ModeSource) -> ResolvedMode:
     """Apply ``LOWPREC_FORCE_MATH_MODE``, the guard and ``NVIDIA_TF32_OVERRIDE`` to a mode chosen by the caller."""
-    policy = current.get()
-    found = _impose(mode, source, policy.guarded, environment.snapshot(), policy.emulates)
-    return found if type(policy.mode) is not Recipe else _at_step(found, policy.mode.step)
+    context, guarded, emulates = entries.policy()
+    found = _impose(mode, source, guarded, environment.snapshot(), emulates)
+    if type(context) is Recipe:
+        found = _at_step(found, context.step)
+    return found
 
 
 def _at_step(resolved: ResolvedMode, step: int) -> ResolvedMode:
@@ -159,17 +165,20 @@ def _impose(
     emulates: Architecture | None,
 ) -> ResolvedMode:
     """Apply the forced mode, the guard and NVIDIA's variable to a requested mode (None for no request)."""
-    mode, reasons = requested or MathMode.FP32, []
+    mode = requested or MathMode.FP32
+    reasons = []
     if variables.force_math_mode is not None:
         if requested not in (None, variables.force_math_mode):
             reasons.append(f"{ModeSource.FORCED}={variables.force_math_mode} overrules {requested} ({source}).")
-        mode, source = variables.force_math_mode, ModeSource.FORCED
+        mode = variables.force_math_mode
+        source = ModeSource.FORCED
     chosen = mode
     if guarded or variables.fp32_guard:
         guard = ModeSource.GUARD if guarded else ModeSource.GUARD_VARIABLE
         if mode not in FULL_FP32:
             reasons.append(f"{guard} raises {mode} ({source}) to {MathMode.FP32}.")
-            mode, source = MathMode.FP32, guard
+            mode = MathMode.FP32
+            source = guard
         elif mode is MathMode.FP32:
             reasons.append(f"{guard} keeps the precision at {mode} or above.")
             source = guard

@@ -6,37 +6,31 @@ libraries' switches, which ``policy.switches`` sets and restores.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.errors import UnsupportedError, quoted, warn
-from lowprec.modes import ArchitectureName, MathMode, Mode, ModeName, Recipe, parse_mode
+from lowprec.errors import SettingError, quoted, warn
+from lowprec.modes import ArchitectureName, MathMode, ModeLike, parse_mode
 from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
-from lowprec.policy.decorators import decorated, picklable
-from lowprec.policy.entries import Policy, current
+from lowprec.policy.decorators import F, Scope, decorated, picklable
+from lowprec.policy.entries import Entry, Frame, current
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.switches import FLOOR, Hold, acquire, release
-
-F = TypeVar("F", bound=Callable[..., Any])
-S = TypeVar("S", bound="PolicyScope")
 
 #: The argument ``frameworks=``: all loaded libraries, none, or those of these names.
 Frameworks = bool | Iterable[str]
 
 _NO_LIBRARY: frozenset[str] = frozenset()
 
-#: Text of a warning; an error would hide an exception of the block. A block is left in another context if the event
-#: loop closes an abandoned generator in another task, or a finalizer runs in another thread.
-_OTHER_CONTEXT = (
-    "was left in another thread or task than it was entered in; other libraries' switches are restored, but "
-    "lowprec's own scope stays open where it was entered"
-)
+_verifiers: list[Callable[[], None]] = []
+#: Register a function that measures the libraries' precision, for ``fp32_guard(verify=True)``.
+on_verify = _verifiers.append
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,70 +58,42 @@ def _selection(frameworks: Frameworks) -> frozenset[str] | None:
     known = [controller.name for controller in controllers()]
     unknown = sorted(str(name) for name in names.difference(known))
     if unknown:
-        raise UnsupportedError(
+        raise SettingError(
             f"frameworks: no controller for {', '.join(unknown)}; choose among {', '.join(known)}, or add a library "
             "with lowprec.register_controller"
         )
     return names
 
 
-class PolicyScope:
-    """A change of policy for a ``with`` block or a decorated function; threads and tasks may share an instance.
+class PolicyScope(Scope):
+    """A change of policy."""
 
-    ``__exit__`` closes the instance's innermost entry in this context, or else its last one in another context.
-    """
+    _current = current
+    _own: Frame = (None, True, None)  # of a guard
+    _libraries: frozenset[str] | None = _NO_LIBRARY
+    _verifies = False
 
-    __slots__ = ("_libraries", "_mode")
-    _mode: Mode | None
-    _libraries: frozenset[str] | None
-    _guards: bool = False
-    _verifies: bool = False
-    _emulates: Architecture | None = None
+    def _begin(self, entry: Entry) -> None:
+        if entries.listeners:
+            entries.notify()
+        if self._libraries is not _NO_LIBRARY:
+            self._set_libraries(entry)
+        if self._verifies:
+            for verify in _verifiers:
+                verify()
 
-    def __enter__(self: S) -> S:
-        policy = Policy(self, current.get())
-        current.set(policy)
-        try:
-            if entries.listeners:
-                entries.notify()
-            if self._libraries is not _NO_LIBRARY:
-                self._set_libraries(policy)
-            if self._verifies:
-                importlib.import_module("lowprec.auditing").verify()
-        except BaseException:
-            self._leave(policy)
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        policy = current.get().of(self)
-        if policy is not None:
-            try:
-                remarks = self._leave(policy)
-            except BaseException:  # of a signal handler, which may raise between any two steps
-                self._leave(policy)
-                raise
-        else:
-            holds = [hold for hold, scope in list(entries.holds.items()) if scope is self]
-            remarks = [_OTHER_CONTEXT, *_restore(holds[-1] if holds else None)]
-        for sentence in remarks:
-            warn(f"{self!r} {sentence}")
-
-    def _leave(self, policy: Policy) -> list[str]:
-        """Remove an entry from this context, and restore other libraries' switches; return warnings."""
-        current.set(current.get().without(policy))
-        remarks = _restore(policy.hold)
+    @staticmethod
+    def _end(entry: Entry) -> list[str]:
+        remarks = []
+        if entry.hold is not None:
+            remarks = release(entry.hold)
         if entries.listeners:
             entries.notify()
         return remarks
 
-    def __call__(self, function: F) -> F:
-        """Return a function that enters this scope in each call.
-
-        For an ``async def`` the scope lasts until the coroutine ends. A generator function raises TypeError: write the
-        block in its body, around the statements between two yields.
-        """
-        return cast(F, decorated(self, function))
+    def __getstate__(self) -> dict[str, Any]:
+        self._watch = None  # the copy is used
+        return {**vars(self), "_open": {}}
 
     def wrap(self, function: F) -> F:
         """Return a function that enters this scope in each call, for use in other threads.
@@ -161,21 +127,21 @@ class PolicyScope:
     def _frameworks(self) -> bool | list[str]:
         return self._libraries is None or sorted(self._libraries) or False
 
-    def _set_libraries(self, policy: Policy) -> None:
+    def _set_libraries(self, entry: Entry) -> None:
         """Set the switches of the selected libraries that are loaded; warn of those that could not be set."""
         if sys.modules.keys().isdisjoint(known_modules):
             return
         loaded = loaded_controllers(self._libraries)
         if not loaded:
             return
-        floors = {} if self._guards else {c.name: FLOOR for c in loaded if is_guarded_library(c.name)}
-        hold = policy.hold = Hold()
-        entries.holds[hold] = self
-        acquire(hold, [c for c in loaded if c.name not in floors], self._mode or MathMode.FP32, self._guards)
+        mode, guards, _ = self._own
+        floors = {c.name: FLOOR for c in loaded if not guards and is_guarded_library(c.name)}
+        hold = entry.hold = Hold()
+        acquire(hold, [c for c in loaded if c.name not in floors], mode or MathMode.FP32, guards)
         failures = [f"{name} ({reason})" for name, reason in sorted(hold.failures.items()) if reason != FLOOR]
-        hold.failures = {**hold.failures, **floors}
+        hold.failures.update(floors)
         if failures:
-            verb = "does not protect" if self._guards else "does not reach"
+            verb = "does not protect" if guards else "does not reach"
             warn(f"{self!r} {verb} {'; '.join(failures)}")
 
     def report(self) -> tuple[LibraryStatus, ...]:
@@ -193,53 +159,51 @@ class PolicyScope:
         ...     {status.library: status.status for status in guard.report()}["paddle"]
         'not loaded'
         """
-        policy = current.get().of(self)
-        done = "protected" if self._guards else "set"
+        entry = next((entry for entry in entries.blocks() if entry in self._open), None)
+        done = "protected" if self._own[1] else "set"
         rows = []
         for controller in controllers():
-            if sys.modules.get(controller.module) is None:
-                status, reason = "not loaded", f"{controller.module} has not been imported"
-            elif (against := self._reason_against(controller, policy)) is not None:
-                status, reason = f"not {done}", against
-            else:
-                status, reason = done, f"its switches belong to the {controller.tier}"
+            status = "not loaded"
+            reason: str | None = f"{controller.module} has not been imported"
+            if sys.modules.get(controller.module) is not None:
+                status = f"not {done}"
+                reason = self._reason_against(controller, entry)
+            if reason is None:
+                status = done
+                reason = f"its switches belong to the {controller.tier}"
             rows.append(LibraryStatus(controller.name, status, reason))
         return tuple(rows)
 
-    def _reason_against(self, controller: Controller, policy: Policy | None) -> str | None:
+    def _reason_against(self, controller: Controller, entry: Entry | None) -> str | None:
         """Return the reason why the switches of a loaded library are not set here."""
         name = controller.name
         if self._libraries is not None and name not in self._libraries:
             return "excluded by frameworks="
-        if policy is None:
+        if entry is None:
             return "the block is not entered in this thread or task"
-        hold = policy.hold or Hold()
+        hold = entry.hold or Hold()
         if name in hold.failures:
             return hold.failures[name]
         if name not in hold.layers:
             return "imported inside the block; the next entry will set it"
-        if hold not in entries.holds:
-            return "the block was left in another context"
         if controller.tier == Tier.THREAD and hold.thread != get_ident():
             return "its switch belongs to the thread that entered the block; use wrap() here"
         return None
-
-
-def _restore(hold: Hold | None) -> list[str]:
-    """Restore other libraries' switches; return warnings."""
-    if hold is None or hold not in entries.holds:
-        return []
-    remarks = release(hold)
-    entries.holds.pop(hold, None)
-    return remarks
 
 
 def is_guarded_library(name: str) -> bool:
     """Whether a guard of this context, or ``LOWPREC_FP32_GUARD``, covers a library."""
     if environment.snapshot().fp32_guard:
         return True
-    selections = [scope._libraries for scope in current.get().guards()]
+    selections = [entry.libraries for entry in entries.blocks() if entry.own[1]]
     return bool([libraries for libraries in selections if libraries is None or name in libraries])
+
+
+@lru_cache(maxsize=1024)  # bounded, because a name has many spellings
+def _of_mode(name: ModeLike) -> Frame:
+    if callable(name):
+        raise TypeError('@math_mode needs a mode: write @math_mode("bf16")')
+    return parse_mode(name), False, None
 
 
 class math_mode(PolicyScope):
@@ -265,7 +229,7 @@ class math_mode(PolicyScope):
     ------
     ModeError
         The mode is unknown.
-    UnsupportedError
+    SettingError
         ``frameworks`` contains a library without a controller.
 
     Examples
@@ -284,17 +248,20 @@ class math_mode(PolicyScope):
     <MathMode.TF32: 'tf32'>
     """
 
-    __slots__ = ()
-
-    def __init__(self, name: ModeName | MathMode | Recipe, *, frameworks: Frameworks = False) -> None:
-        if callable(name):
-            raise TypeError('@math_mode needs a mode: write @math_mode("bf16")')
-        self._mode = parse_mode(name)
-        self._libraries = _selection(frameworks)
+    def __init__(self, name: ModeLike, *, frameworks: Frameworks = False) -> None:
+        try:
+            self._own = _of_mode(name)
+        except TypeError:
+            if not callable(name):
+                parse_mode(name)  # raises ModeError for an unhashable argument
+            raise
+        if frameworks is not False:
+            self._libraries = _selection(frameworks)
+        super().__init__()
 
     def __repr__(self) -> str:
         chosen = self._frameworks
-        return f"math_mode({str(self._mode)!r}{f', frameworks={chosen}' if chosen else ''})"
+        return f"math_mode({str(self._own[0])!r}{f', frameworks={chosen}' if chosen else ''})"
 
 
 class fp32_guard(PolicyScope):
@@ -328,7 +295,7 @@ class fp32_guard(PolicyScope):
         With ``verify``: an operation of a library is below full FP32 inside the guard.
     TypeError
         ``frameworks`` has another type.
-    UnsupportedError
+    SettingError
         ``frameworks`` contains a library without a controller.
 
     Examples
@@ -348,15 +315,12 @@ class fp32_guard(PolicyScope):
     <MathMode.FP32: 'fp32'>
     """
 
-    __slots__ = ("_verifies",)
-    _guards = True
-
     def __init__(self, frameworks: Frameworks | None = None, *, verify: bool = False) -> None:
         if callable(frameworks):
             raise TypeError("@fp32_guard needs parentheses: write @fp32_guard()")
-        self._mode = None
         self._libraries = _selection(True if frameworks is None else frameworks)
         self._verifies = verify
+        super().__init__()
 
     def __repr__(self) -> str:
         chosen = self._frameworks
@@ -384,7 +348,7 @@ class emulate(PolicyScope):
 
     Raises
     ------
-    UnsupportedError
+    SettingError
         The architecture is unknown.
 
     References
@@ -406,12 +370,9 @@ class emulate(PolicyScope):
     1.0
     """
 
-    __slots__ = ("_emulates",)
-
     def __init__(self, architecture: ArchitectureName | Architecture) -> None:
-        self._mode = None
-        self._libraries = _NO_LIBRARY
-        self._emulates = parse_architecture(architecture)
+        self._own = (None, False, parse_architecture(architecture))
+        super().__init__()
 
     def __repr__(self) -> str:
-        return f"emulate({str(self._emulates)!r})"
+        return f"emulate({str(self._own[2])!r})"

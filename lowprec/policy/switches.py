@@ -1,6 +1,6 @@
 """Setting and restoring other libraries' switches across threads, tasks, nested blocks and exceptions.
 
-Each controller has a stack of layers: one per process or one per thread, as its switches. A layer contains the values
+Each controller has a stack of layers, per thread where the switches are per thread. A layer contains the values
 saved before a block set the switches, and the open blocks that use it. A new block joins the top layer if the switches
 still have that layer's values; otherwise it adds a layer. The top layer is removed when its last block has ended. So
 blocks may end in any order, and the user's values are restored exactly once. Switches are read and set under the lock.
@@ -15,17 +15,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from threading import get_ident
-from types import MappingProxyType
 from typing import Any
 
 from lowprec.modes import Mode
 from lowprec.policy.protocol import Controller, Tier, attempt
-from lowprec.util.lock import locked
+from lowprec.util.lock import lock
 
 #: The reason for which a block does not set switches that a guard has set.
 FLOOR = "an open fp32_guard keeps it at full FP32"
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Hold:
@@ -34,8 +31,8 @@ class Hold:
     __slots__ = ("failures", "layers", "thread")
 
     def __init__(self) -> None:
-        self.layers: Mapping[str, _Layer] = _NOTHING  # by library
-        self.failures: Mapping[str, str] = _NOTHING  # by library: the reason why its switches were not set
+        self.layers: dict[str, _Layer] = {}  # by library
+        self.failures: dict[str, str] = {}  # by library: the reason why its switches were not set
         self.thread = get_ident()  # the thread that entered the block
 
 
@@ -53,14 +50,18 @@ class _Layer:
 
     def restore(self) -> list[str]:
         """Restore the switches, and return a sentence about those that the user has changed."""
-        controller, saved, inside, changed = self.controller, self.saved, self.inside, {}
+        controller = self.controller
+        saved = self.saved
+        inside = self.inside
+        changed: dict[str, Any] = {}
         if saved is None:
             return []
         if inside is not None and (now := controller.save()) != inside:
             # Switches that appeared or disappeared inside the block are ignored.
             changed = {name: now[name] for name in saved if name in now and now[name] != inside.get(name)}
         # After an exception of a signal handler, the next block restores the same values.
-        self.saved, self.inside = {**saved, **changed}, None
+        self.saved = {**saved, **changed}
+        self.inside = None
         controller.restore(self.saved)
         return [changed_switches(controller.name, changed, "inside the block")] if changed else []
 
@@ -72,7 +73,7 @@ def changed_switches(library: str, values: Mapping[str, Any], where: str) -> str
     return f"{library}: {text} {verbs[0]} set {where}, and {verbs[1]} kept"
 
 
-#: Holds a layer while its values are restored: a finalizer that runs meanwhile restores no other layer.
+#: Marks a layer in restoration: a finalizer that runs meanwhile restores no other layer.
 _RESTORING = Hold()
 
 Stacks = dict[Controller, list[_Layer]]
@@ -93,27 +94,21 @@ def acquire(hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor:
     ``is_floor`` marks a guard: while it is open, no other block lowers the precision. After an exception, which only a
     signal handler raises, ``hold`` must be released.
     """
-    locked(_acquire, hold, controllers, mode, is_floor)
+    with lock:
+        for controller in controllers:
+            reason, error = attempt(controller, partial(_join, hold, controller, mode, is_floor))
+            if error is not None:
+                reason = error
+                layer = hold.layers.get(controller.name)
+                if layer is not None:
+                    layer.holds.discard(hold)
+                    _restore_unused(layer.stack)
+                    del hold.layers[controller.name]
+            if reason is not None:
+                hold.failures[controller.name] = reason
 
 
-def _acquire(hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor: bool) -> None:
-    layers: dict[str, _Layer] = {}
-    failures: dict[str, str] = {}
-    hold.layers, hold.failures = layers, failures
-    for controller in controllers:
-        name = controller.name
-        reason, error = attempt(controller, partial(_join, hold, layers, controller, mode, is_floor))
-        if error is not None:
-            reason = error
-            if name in layers:
-                layers[name].holds.discard(hold)
-                _restore_unused(layers[name].stack)
-                del layers[name]
-        if reason is not None:
-            failures[name] = reason
-
-
-def _join(hold: Hold, layers: dict[str, _Layer], controller: Controller, mode: Mode, is_floor: bool) -> str | None:
+def _join(hold: Hold, controller: Controller, mode: Mode, is_floor: bool) -> str | None:
     """Add a hold to a layer of this library's switches, or return the reason against it."""
     stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
     stack = stacks.setdefault(controller, [])
@@ -123,13 +118,13 @@ def _join(hold: Hold, layers: dict[str, _Layer], controller: Controller, mode: M
     if mode not in controller.modes:
         return f"{controller.name} has no switch for {mode}"
     top = stack[-1] if stack else None
-    layer = layers[controller.name] = _Layer(controller, mode, is_floor, stack)
+    layer = hold.layers[controller.name] = _Layer(controller, mode, is_floor, stack)
     layer.holds.add(hold)
     stack.append(layer)
     values = controller.save()
     if top is not None and top.mode is mode and top.is_floor is is_floor and top.inside == values:
         top.holds.add(hold)
-        layers[controller.name] = top
+        hold.layers[controller.name] = top
         stack.remove(layer)
     else:
         layer.saved = values
@@ -139,21 +134,18 @@ def _join(hold: Hold, layers: dict[str, _Layer], controller: Controller, mode: M
 
 def release(hold: Hold) -> list[str]:
     """Remove a hold from its layers and restore the switches; return sentences about problems."""
-    return locked(_release, hold)
-
-
-def _release(hold: Hold) -> list[str]:
     remarks: list[str] = []
-    for name, layer in hold.layers.items():
-        for other in layer.stack:  # after an exception in `_join` the hold may be in two
-            other.holds.discard(hold)
-        if layer.controller.tier == Tier.THREAD and hold.thread != get_ident():
-            remarks.append(
-                f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value "
-                "there until the next block begins there"
-            )
-        else:
-            remarks += _restore_unused(layer.stack)
+    with lock:
+        for name, layer in hold.layers.items():
+            for other in layer.stack:  # after an exception in `_join` the hold may be in two
+                other.holds.discard(hold)
+            if layer.controller.tier == Tier.THREAD and hold.thread != get_ident():
+                remarks.append(
+                    f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value "
+                    "there until the next block begins there"
+                )
+            else:
+                remarks += _restore_unused(layer.stack)
     return remarks
 
 

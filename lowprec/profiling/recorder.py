@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lowprec._version import __version__
 from lowprec.arrays import ArrayView
 from lowprec.core.executors import CachedExecutor, observe
-from lowprec.errors import UnsupportedError, quoted
+from lowprec.errors import SettingError, quoted
 from lowprec.modes import ResolvedMode
 from lowprec.profiling.records import Measurement, ProductRecord
-from lowprec.profiling.summary import to_text, totals
-from lowprec.util.atomic import write_json
+from lowprec.profiling.summary import figure, sentences, tables, totals
+from lowprec.report import Report, document
+from lowprec.util.tables import Table
 
 if TYPE_CHECKING:
     from lowprec.backends import Arguments
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Threads = Literal["all", "current"]
 
 
-class profile:
+class profile(Report):
     """Record the products in a ``with`` block: their kind, speed and units.
 
     ``print`` shows a table with a row for each kind of product, and totals. Profiles may be nested and may overlap;
@@ -50,7 +50,7 @@ class profile:
 
     Raises
     ------
-    UnsupportedError
+    SettingError
         ``threads`` is neither, or ``label`` is not a str.
 
     Examples
@@ -68,13 +68,13 @@ class profile:
 
     def __init__(self, label: str = "", *, threads: Threads = "all") -> None:
         if not isinstance(label, str):
-            raise UnsupportedError(
+            raise SettingError(
                 f"profile takes a label, which is text, got {quoted(label)}; the products to record run in its block: "
                 "with lowprec.profile() as prof"
             )
         if threads not in get_args(Threads):
             choices = ", ".join(map(repr, get_args(Threads)))
-            raise UnsupportedError(f"threads={quoted(threads)} is not supported; choose one of: {choices}")
+            raise SettingError(f"threads={quoted(threads)} is not supported; choose one of: {choices}")
         self.label = label
         self._threads = threads
         self._thread: int | None = None
@@ -165,10 +165,21 @@ class profile:
 
         Raises
         ------
-        UnsupportedError
+        SettingError
             ``by`` is neither.
         """
-        return to_text(self.label, self.records, self.wall_ms, by, width)
+        return document(tables(self.label, self.records, by), self.remarks, width)
+
+    def tables(self) -> list[Table]:
+        return tables(self.label, self.records, "product")
+
+    @property
+    def remarks(self) -> list[str]:
+        """The totals, and the reasons why units were not used."""
+        return list(sentences(self.records, self.wall_ms))
+
+    def figure(self) -> Any:
+        return figure(self.label, self.records)
 
     def to_dict(self) -> dict[str, Any]:
         """Return totals and products as plain values."""
@@ -180,15 +191,10 @@ class profile:
             "products": [record.to_dict() for record in records],
         }
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, atomically."""
-        write_json(path, self.to_dict())
+    _width = 120
 
     def __len__(self) -> int:
         return len(self._measured)
-
-    def __str__(self) -> str:
-        return self.table()
 
     def __repr__(self) -> str:
         state = "open" if self._entered else "closed"

@@ -118,10 +118,13 @@ class Measurement:
     """The measurement of one execution, shared by the open profiles."""
 
     def __init__(self, plan: GemmPlan, resolved: ResolvedMode, a: ArrayView, b: ArrayView) -> None:
-        self._plan, self._resolved, self._device = plan, resolved, a.device
+        self._plan = plan
+        self._resolved = resolved
         # The views would keep the caller's arrays alive.
-        copied = (f"{name}: {view.copied}" for name, view in (("a", a), ("b", b)) if view.copied)
-        self._copies = (*(f"{c.operand}: {c.reason}" for c in plan.copies), *copied)
+        self._device = a.device
+        copies = [f"{c.operand}: {c.reason}" for c in plan.copies]
+        copies += [f"{name}: {view.copied}" for name, view in (("a", a), ("b", b)) if view.copied]
+        self._copies = tuple(copies)
         self._thread = threading.current_thread().name
         self._start_ns = self._end_ns = time.perf_counter_ns()
         self._stopwatch: Stopwatch | None = None
@@ -134,7 +137,8 @@ class Measurement:
     def start(self, stopwatch: Stopwatch | None) -> None:
         """Mark the beginning; without a stopwatch, the time is that of the host's clock."""
         if stopwatch is not None:
-            self._stopwatch, self._stream = stopwatch, stopwatch.stream
+            self._stopwatch = stopwatch
+            self._stream = stopwatch.stream
         self._start_ns = time.perf_counter_ns()
 
     def stop(self) -> None:
@@ -147,7 +151,8 @@ class Measurement:
     def fail(self, error: BaseException) -> None:
         """Keep the error's text, but not the exception, which holds the caller's frames."""
         self._end_ns = time.perf_counter_ns()
-        self._error, self._elapsed_ms = f"{type(error).__name__}: {error}", None
+        self._error = f"{type(error).__name__}: {error}"
+        self._elapsed_ms = None
         if self._stopwatch is not None:
             self._stopwatch.abandon()
             self._stopwatch = None
@@ -166,22 +171,55 @@ class Measurement:
 
     def record(self, label: str, origin_ns: int) -> ProductRecord:
         """Return the record in a profile that began at ``origin_ns``."""
-        plan, problem, layout = self._plan, self._plan.problem, self._plan.layout
-        elapsed_ms = self._read_ms()
-        tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
+        plan = self._plan
+        ran = self.ran
         number_format = multiplied_format(plan)
-        peak = dict(plan.capabilities.peak_tflops).get(number_format)
-        eligible, used, reason = units_of(plan, self.ran.units if self.ran else None)
+        eligible, used, reason = units_of(plan, ran and ran.units)
+        elapsed_ms = self._read_ms()
+        tflops = peak_share = None
+        if elapsed_ms:
+            tflops = plan.flops / elapsed_ms * 1e-9
+            peak = dict(plan.capabilities.peak_tflops).get(number_format)
+            peak_share = tflops / peak if peak else None
         return ProductRecord(
-            label=label, start_ms=(self._start_ns - origin_ns) / 1e6,
-            host_ms=(self._end_ns - self._start_ns) / 1e6, elapsed_ms=elapsed_ms,
-            a_shape=problem.a.shape, b_shape=problem.b.shape, out_shape=plan.out_shape,
-            a_dtype=problem.a.dtype.label, b_dtype=problem.b.dtype.label, out_dtype=plan.out_dtype.label,
-            m=layout.m, n=layout.n, k=layout.k, batch_count=layout.batch_count,
-            mode=str(plan.mode), source=str(self._resolved.source), mode_has_effect=plan.mode_has_effect,
-            number_format=number_format, kernel=plan.kernel, algorithm=self.ran.algorithm if self.ran else None,
-            device=str(self._device), stream=self._stream, flops=plan.flops, tflops=tflops,
-            peak_share=None if tflops is None or not peak else tflops / peak,
-            units_eligible=eligible, units_used=used, units_reason=reason, copies=self._copies,
-            thread=self._thread, error=self._error,
-        )  # fmt: skip
+            label=label,
+            start_ms=(self._start_ns - origin_ns) / 1e6,
+            host_ms=(self._end_ns - self._start_ns) / 1e6,
+            elapsed_ms=elapsed_ms,
+            **_operands(plan),
+            mode=str(plan.mode),
+            source=str(self._resolved.source),
+            mode_has_effect=plan.mode_has_effect,
+            number_format=number_format,
+            kernel=plan.kernel,
+            algorithm=ran and ran.algorithm,
+            device=str(self._device),
+            stream=self._stream,
+            flops=plan.flops,
+            tflops=tflops,
+            peak_share=peak_share,
+            units_eligible=eligible,
+            units_used=used,
+            units_reason=reason,
+            copies=self._copies,
+            thread=self._thread,
+            error=self._error,
+        )
+
+
+def _operands(plan: GemmPlan) -> dict[str, Any]:
+    a = plan.problem.a
+    b = plan.problem.b
+    layout = plan.layout
+    return {
+        "a_shape": a.shape,
+        "b_shape": b.shape,
+        "out_shape": plan.out_shape,
+        "a_dtype": a.dtype.label,
+        "b_dtype": b.dtype.label,
+        "out_dtype": plan.out_dtype.label,
+        "m": layout.m,
+        "n": layout.n,
+        "k": layout.k,
+        "batch_count": layout.batch_count,
+    }

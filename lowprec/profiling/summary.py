@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import mul
 from statistics import median
 from typing import Any
 
-from lowprec.errors import UnsupportedError, quoted
+from lowprec import plotting
+from lowprec.errors import SettingError, quoted
 from lowprec.modes import ModeSource
 from lowprec.profiling.records import ProductRecord
-from lowprec.util.tables import Table, fill, plain_text
+from lowprec.util.tables import Table
 
 
 class _Group:
     """Products with equal keys; flops and rates are those of the products with a time."""
 
     def __init__(self, records: Sequence[ProductRecord]) -> None:
-        self.records = records
-        self.times = [r.elapsed_ms for r in records if r.elapsed_ms is not None]
         timed = [r for r in records if r.elapsed_ms is not None]
+        self.records = records
+        self.times = [r.elapsed_ms or 0.0 for r in timed]
         self.elapsed_ms = sum(self.times, 0.0)
         self.flops = sum(r.flops for r in timed)
-        self.tflops = self.flops / self.elapsed_ms * 1e-9 if self.elapsed_ms else None
+        self.tflops: float | None = None
         #: Time at the device's peak rate over the measured time; None if a peak is unknown.
         self.peak_share: float | None = None
+        if not self.elapsed_ms:
+            return
+        self.tflops = self.flops / self.elapsed_ms * 1e-9
         shares = [r.peak_share for r in timed if r.peak_share is not None]
-        if self.elapsed_ms and len(shares) == len(timed):
-            at_peak_ms = sum(share * ms for share, ms in zip(shares, self.times, strict=True))
-            self.peak_share = at_peak_ms / self.elapsed_ms
+        if len(shares) == len(timed):
+            self.peak_share = sum(map(mul, shares, self.times)) / self.elapsed_ms
 
 
 def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]) -> dict[Any, _Group]:
@@ -40,13 +44,17 @@ def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any
 
 
 def extents(m: int, n: int, k: int, batch_count: int) -> str:
-    batch = f"{batch_count} * " if batch_count != 1 else ""
-    return f"{batch}{m}x{n}x{k}"
+    if batch_count == 1:
+        return f"{m}x{n}x{k}"
+    return f"{batch_count} * {m}x{n}x{k}"
 
 
 def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
     everything = _Group(records)
-    on_units = sum(r.flops for r in records if r.elapsed_ms is not None and r.units_used)
+    share = None
+    if everything.flops:
+        on_units = sum(r.flops for r in records if r.elapsed_ms is not None and r.units_used)
+        share = on_units / everything.flops
     return {
         "products": len(records),
         "failed": sum(r.error is not None for r in records),
@@ -59,7 +67,7 @@ def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
             "eligible": sum(r.units_eligible for r in records),
             "used": sum(r.units_used is True for r in records),
             "unknown": sum(r.units_used is None and r.error is None for r in records),
-            "share_of_flops": on_units / everything.flops if everything.flops else None,
+            "share_of_flops": share,
         },
         "by_mode": _sums(records, lambda r: r.mode),
         "by_kernel": _sums(records, lambda r: r.kernel),
@@ -74,8 +82,10 @@ def _sums(records: Sequence[ProductRecord], key: Callable[[ProductRecord], str])
 
 
 def _dtypes(r: ProductRecord) -> str:
-    operands = r.a_dtype if r.a_dtype == r.b_dtype else f"{r.a_dtype} @ {r.b_dtype}"
-    return operands if operands == r.out_dtype else f"{operands} -> {r.out_dtype}"
+    operands = " @ ".join(dict.fromkeys((r.a_dtype, r.b_dtype)))
+    if operands == r.out_dtype:
+        return operands
+    return f"{operands} -> {r.out_dtype}"
 
 
 def _units(r: ProductRecord) -> str:
@@ -83,7 +93,17 @@ def _units(r: ProductRecord) -> str:
         return "failed"
     if r.units_used is None:
         return "unknown"
-    return "used" if r.units_used else "not used" if r.units_eligible else "-"
+    if r.units_used:
+        return "used"
+    return "not used" if r.units_eligible else "-"
+
+
+def _chosen_by(r: ProductRecord) -> str:
+    return ModeSource(r.source).name.lower() if r.mode_has_effect else "-"
+
+
+def _kernel(r: ProductRecord) -> str:
+    return " ".join(filter(None, (r.kernel, r.algorithm)))
 
 
 #: Keys of the groups, for each value of ``by``.
@@ -92,9 +112,9 @@ _KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
         "m x n x k": lambda r: extents(r.m, r.n, r.k, r.batch_count),
         "dtypes": _dtypes,
         "mode": lambda r: r.mode if r.mode_has_effect else "-",
-        "chosen by": lambda r: ModeSource(r.source).name.lower() if r.mode_has_effect else "-",
+        "chosen by": _chosen_by,
         "device": lambda r: r.device,
-        "kernel": lambda r: r.kernel if r.algorithm is None else f"{r.kernel} {r.algorithm}",
+        "kernel": _kernel,
         "units": _units,
     },
     "range": {"range": lambda r: r.label or "(outside of ranges)"},
@@ -107,52 +127,62 @@ _NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak
 _OPTIONAL = ("chosen by", "units", "of peak", "dtypes", "median ms", "TFLOP/s")
 
 
-def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str, width: int) -> str:
-    """Return the table with its totals; ``wall_ms`` is the time the profile was open."""
+def tables(label: str, records: Sequence[ProductRecord], by: str) -> list[Table]:
+    """Return the table of a profile."""
     if by not in _KEYS:
-        raise UnsupportedError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
-    devices = ", ".join(dict.fromkeys(r.device for r in records))
-    title = " ".join(filter(None, ("lowprec.profile", label, f"({devices})" if devices else "")))
-    text = plain_text(_table(title, records, _KEYS[by]), width) if records else title
-    return "\n".join([text, *(fill(sentence, width, hang=4) for sentence in _sentences(records, wall_ms))])
-
-
-def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]) -> Table:
+        raise SettingError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
+    title = f"lowprec.profile {label}".rstrip()
+    if not records:
+        return [Table(title, ())]
+    devices = dict.fromkeys(r.device for r in records)
+    title = f"{title} ({', '.join(devices)})"
+    keys = _KEYS[by]
     groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
     whole_ms = _Group(records).elapsed_ms
     rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
-    columns = [
-        (heading, *cells)
-        for heading, *cells in zip((*keys, *_NUMBERS), *rows, strict=True)
-        if not (heading == "device" and len(set(cells)) == 1) and not (heading == ">of peak" and set(cells) == {"-"})
-    ]
-    headings, *rows = map(list, zip(*columns, strict=True))
-    return Table(title, headings, rows, _OPTIONAL)
+    table = Table(title, [*keys, *_NUMBERS], rows, _OPTIONAL)
+    if len(devices) == 1:
+        table = table.without("device")
+    if all(group.peak_share is None for group in groups.values()):
+        table = table.without("of peak")
+    return [table]
 
 
 def _numbers(group: _Group, whole_ms: float) -> list[str]:
+    times = group.times
+    share = group.elapsed_ms / whole_ms if times and whole_ms else None
     return [
         str(len(group.records)),
-        f"{group.elapsed_ms:.3f}" if group.times else "-",
-        f"{median(group.times):.3f}" if group.times else "-",
-        f"{group.elapsed_ms / whole_ms:.1%}" if whole_ms and group.times else "-",
-        "-" if group.tflops is None else f"{group.tflops:.3g}",
-        "-" if group.peak_share is None else f"{group.peak_share:.0%}",
+        _number(group.elapsed_ms if times else None, ".3f"),
+        _number(median(times) if times else None, ".3f"),
+        _number(share, ".1%"),
+        _number(group.tflops, ".3g"),
+        _number(group.peak_share, ".0%"),
     ]
 
 
-def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
+    """Yield the totals; ``wall_ms`` is the time the profile was open."""
     sums = totals(records, wall_ms)
-    products = "1 product" if len(records) == 1 else f"{len(records)} products"
-    rate = f", {sums['tflops']:.3g} TFLOP/s" if sums["tflops"] is not None else ""
-    yield f"{products} in {sums['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms{rate}"
+    text = f"{len(records)} products in {sums['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms"
+    if len(records) == 1:
+        text = text.replace("products", "product")
+    if sums["tflops"] is not None:
+        text += f", {sums['tflops']:.3g} TFLOP/s"
+    yield text
     if not records:
         return
     units = sums["units"]
-    share = units["share_of_flops"]
-    on_units = f", {share:.1%} of the flops" if share is not None else ""
-    unknown = f", {units['unknown']} unknown" if units["unknown"] else ""
-    yield f"tensor, tile or vector units: {units['eligible']} eligible, {units['used']} used{unknown}{on_units}"
+    text = f"tensor, tile or vector units: {units['eligible']} eligible, {units['used']} used"
+    if units["unknown"]:
+        text += f", {units['unknown']} unknown"
+    if units["share_of_flops"] is not None:
+        text += f", {units['share_of_flops']:.1%} of the flops"
+    yield text
     missed = [r for r in records if r.units_eligible and r.units_used is False and r.error is None]
     for reason, group in grouped(missed, lambda r: r.units_reason).items():
         yield f"  not used by {len(group.records)}: {reason}"
@@ -161,3 +191,10 @@ def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str
         yield f"  failed, {len(group.records)}: {error}"
     if sums["untimed"]:
         yield f"  without a time, {sums['untimed']}: captured into a CUDA graph"
+
+
+def figure(label: str, records: Sequence[ProductRecord]) -> Any:
+    """Return a figure of the total time of each kind of product."""
+    groups = grouped(records, lambda r: f"{extents(r.m, r.n, r.k, r.batch_count)} {r.a_dtype} {r.mode}")
+    total_ms = {"total": [group.elapsed_ms for group in groups.values()]}
+    return plotting.bar_figure(f"lowprec.profile {label}", list(groups), total_ms, "ms")

@@ -23,33 +23,39 @@ class Terms(NamedTuple):
 
     a: Tensor
     b: Tensor
-    c: Tensor | None = None
+    c: Any = None
     alpha: Any = 1
-    beta: Any = 1
+    beta: Any = 0
     activation: Callable[[Tensor], Tensor] | None = None
 
     def is_accepted(self, axes: tuple[int, int], out: Tensor | None, in_place: bool) -> bool:
         """Whether PyTorch's operator accepts these arguments; else it raises its error."""
-        a, b, c = self[:3]
-        k = b.shape[-2:][0] if b.ndim else 0
-        alike = a.dtype == b.dtype and a.device == b.device and a.shape[-1:] == (k,)
-        if not alike or (a.ndim, b.ndim) != axes or a.shape[:-2] != b.shape[:-2]:
+        a = self.a
+        b = self.b
+        c = self.c
+        if (a.ndim, b.ndim) != axes or a.shape[-1] != b.shape[-2:][0] or a.shape[:-2] != b.shape[:-2]:
             return False
-        shape = (*a.shape[:-1], *b.shape[-1:][: b.ndim - 1])
-        for x, is_whole in ((c, in_place), (out, False)):
-            if x is not None and (x.dtype != a.dtype or x.device != a.device or (is_whole and x.shape != shape)):
+        for x in (b, c, out):
+            if x is not None and (x.dtype != a.dtype or x.device != a.device):
                 return False
-        return c is None or broadcasts(c.shape, shape)
+        if c is None:
+            return True
+        shape = (*a.shape[:-1], *b.shape[1:][-1:])
+        if in_place:
+            return c.shape == shape
+        return broadcasts(c.shape, shape)
 
 
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Terms:
     return Terms(a, b, c, alpha, beta)
 
 
-def _activated(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False) -> Terms:
-    gelu = torch.ops.aten.gelu_.default
-    activation = (lambda x: gelu(x, approximate="tanh" if x.is_cuda else "none")) if use_gelu else torch.relu_
-    return Terms(a, b, c, alpha, beta, activation)
+def _activated(*tensors: Tensor, use_gelu: bool = False, **factors: Any) -> Terms:
+    return _added(*tensors, **factors)._replace(activation=_gelu if use_gelu else torch.relu_)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_.default(x, approximate="tanh" if x.is_cuda else "none")
 
 
 class Product(NamedTuple):
@@ -60,7 +66,8 @@ class Product(NamedTuple):
     overloads: tuple[str, ...]
 
 
-_FUNCTIONAL, _ALL = ("", ".out"), ("", "_", ".out")
+_FUNCTIONAL = ("", ".out")
+_ALL = ("", "_", ".out")
 #: By operator name. ``matmul``, ``linear``, ``mv``, ``addbmm``, ``einsum``, ``cdist`` and others are made of these.
 PRODUCTS = {
     "mm": Product(Terms, (2, 2), _FUNCTIONAL),
@@ -98,7 +105,7 @@ _OTHERS: dict[PassedBy, str] = {
 }
 _NAMESPACES = ("aten", "quantized", "_quantized", "onednn", "mkldnn", "mkl", "mkldnn_prepacked", "sparse")
 _DENSE = ("CPU", "CUDA")
-_STORAGES = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU")
+_STORAGES = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "MkldnnCPU")
 _NOT_PRODUCTS = ("prepack", "unpack", "reorder", "_cholesky_solve_helper", "linear_backward", "matmul_backward")
 
 
@@ -117,7 +124,18 @@ def reason_of(operator: str) -> PassedBy | None:
     """Return the reason why PyTorch computes an operator that multiplies; None for all others."""
     if any(part in operator for part in _NOT_PRODUCTS):
         return None
-    return next((r for r, prefixes in _OTHERS.items() if operator.startswith(tuple(prefixes.split()))), None)
+    for reason, prefixes in _OTHERS.items():
+        if operator.startswith(tuple(prefixes.split())):
+            return reason
+    return None
+
+
+#: The keys of composites in this build of PyTorch.
+_BUILT = ("CPU", "MkldnnCPU", *(["CUDA"] if torch.version.cuda else []))
+AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+#: Others of which autocast casts the parameters.
+_CASTING = ("linear", "matmul", "einsum", "_native_multi_head_attention", "mkldnn_rnn_layer")
+CASTS = tuple(Kernel("aten::_to_copy", key, "_to_copy") for key in _BUILT)
 
 
 @functools.cache
@@ -128,12 +146,20 @@ def kernels() -> tuple[Kernel, ...]:
 
 def _kernels() -> Iterator[Kernel]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in (*PRODUCTS, *_CASTING):
+        operator = f"aten::{name}"
+        for key in AUTOCAST:
+            if has(operator, key):
+                yield Kernel(operator, key, name)
     for name, product in PRODUCTS.items():
         for overload in product.overloads:
             operator = f"aten::{name}{overload}"
-            yield from (Kernel(operator, key, name, product, overload == "_") for key in _DENSE if has(operator, key))
-            storages = (key for key in _STORAGES if has(operator, key))
-            yield from (Kernel(operator, key, name, passed_by=PassedBy.STORAGE) for key in storages)
+            for key in _DENSE:
+                if has(operator, key):
+                    yield Kernel(operator, key, name, product, overload == "_")
+            for key in _STORAGES:
+                if has(operator, key):
+                    yield Kernel(operator, key, name, passed_by=PassedBy.STORAGE)
     for operator in sorted(torch._C._dispatch_get_all_op_names()):
         space, _, rest = operator.partition("::")
         if space not in _NAMESPACES:
@@ -145,5 +171,5 @@ def _kernels() -> Iterator[Kernel]:
             continue
         is_composite = has(operator, "CompositeExplicitAutograd") and "out" not in overload
         for key in (*_DENSE, *_STORAGES):
-            if has(operator, key) or (is_composite and (key == "CPU" or (key == "CUDA" and torch.version.cuda))):
+            if has(operator, key) or (is_composite and key in _BUILT):
                 yield Kernel(operator, key, name.removesuffix("_"), passed_by=reason)

@@ -18,7 +18,9 @@ from lowprec.recipes import Recipe
 
 
 class _Thread(threading.local):
-    mode: str = ""
+    def __init__(self) -> None:
+        # PyTorch 2.11's compiler would read a class attribute instead of the thread's value.
+        self.mode = ""
 
 
 thread = _Thread()
@@ -42,8 +44,7 @@ def _update(whole_process: bool = False) -> None:
     with suppress(EnvironmentVariableError):  # the product will raise it
         if whole_process:
             default = Context().run(_mode)
-        inside = entries.current.get().outer is not None
-        thread.mode = _mode() if inside else ""
+        thread.mode = _mode() if entries.blocks() else ""
 
 
 entries.on_change(_update)

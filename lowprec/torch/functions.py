@@ -1,6 +1,6 @@
-"""``matmul`` and ``linear`` for PyTorch.
+"""The product of tensors that PyTorch records, transforms or traces.
 
-Plain tensors are multiplied directly, under ``torch.func`` by an ``autograd.Function``, in graphs by the operator.
+A call that the compiler traces becomes the operator in a graph; PyTorch computes the epilogue.
 """
 
 from __future__ import annotations
@@ -12,148 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.arrays.dlpack import type_name
-from lowprec.contractions import multiply_transposed
 from lowprec.core import dispatch
 from lowprec.core.arguments import PLAIN, parse_dtype
 from lowprec.core.call import Call, bind, run
 from lowprec.core.executors import CachedExecutor, look_up
 from lowprec.core.tolerance import mode_of
-from lowprec.errors import ArrayError, DeviceError, LowprecError, UnsupportedError
-from lowprec.modes import (
-    ActivationName,
-    BoundName,
-    MathMode,
-    Mode,
-    ModeName,
-    ModeSource,
-    Recipe,
-    ResolvedMode,
-    parse_mode,
-)
+from lowprec.errors import ArrayError, DeviceError, LowprecError
+from lowprec.modes import MathMode, Mode, ModeSource, Recipe, ResolvedMode, parse_mode
 from lowprec.planning import Activation, GemmPlan
 from lowprec.torch.current_mode import current_mode
-from lowprec.torch.operator import (
-    ACCUMULATOR,
-    COMPILED_KEY,
-    CURRENT,
-    OPERATOR,
-    ensure_sharded,
-    multiply_plain,
-    operand_gradients,
-    save_operands,
-    with_batch_first,
-)
-from lowprec.util.tracing import is_traced
+from lowprec.torch.operator import ACCUMULATOR, CURRENT, OPERATOR, OperatorOptions
+from lowprec.torch.recording import recorded_product
 from lowprec.util.untraced import call_untraced
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
-_is_compiling = torch.compiler.is_compiling
-#: For a tensor of a transform that has ended.
-_unwrapped = torch._C._functorch.unwrap_if_dead
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-_innermost = torch._C._functorch.peek_interpreter_stack
-_JVP = torch._C._functorch.TransformType.Jvp
-_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 _ACTIVATIONS = {
     **{name.value: getattr(torch.nn.functional, name.value) for name in Activation},
     Activation.GELU.value: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
-
-
-def matmul(
-    a: Tensor,
-    b: Tensor,
-    /,
-    *,
-    c: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    bias: Tensor | None = None,
-    activation: ActivationName | None = None,
-    out_dtype: Any = None,
-    math_mode: ModeName | MathMode | Recipe | None = None,
-    rtol: float | None = None,
-    bound: BoundName | None = None,
-    backward_mode: ModeName | MathMode | Recipe | None = None,
-) -> Tensor:
-    """Return ``activation(alpha * a @ b + beta * c + bias)`` inside PyTorch.
-
-    Autograd records the product (also for second derivatives), ``torch.func`` transforms it, ``torch.compile`` and
-    ``torch.export`` have it in their graphs. PyTorch computes the epilogue (``c``, ``bias``, ``activation``), for
-    results of 16 bits in float32 with one rounding.
-
-    Parameters
-    ----------
-    a : Tensor, shape (..., m, k) or (k,)
-    b : Tensor, shape (..., k, n) or (k,)
-    c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
-        As for :func:`lowprec.matmul`. A graph in which ``rtol`` selects a mode has static shapes.
-    backward_mode : str, MathMode or Recipe, optional
-        Mode of the two products of the backward pass; by default the forward product's. A guard that is open during
-        the backward pass overrides it.
-
-    Raises
-    ------
-    UnsupportedError
-        Also for derivatives that PyTorch would compute wrongly.
-
-    Examples
-    --------
-    >>> import torch
-    >>> w = torch.ones(2, 2, requires_grad=True)
-    >>> matmul(torch.eye(2), w, math_mode="bf16").sum().backward()
-    >>> w.grad
-    tensor([[1., 1.],
-            [1., 1.]])
-    """
-    if is_traced():  # after a graph break in the caller
-        return traced_matmul(
-            a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
-            math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
-        )  # fmt: skip
-    call = bind(a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype)
-    backward = None if backward_mode is None else parse_mode(backward_mode, "backward_mode")
-    product: Tensor = run(call, mode_of(call, math_mode, rtol, bound), backward)
-    return product
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    math_mode: ModeName | MathMode | Recipe | None = None,
-    rtol: float | None = None,
-    bound: BoundName | None = None,
-    backward_mode: ModeName | MathMode | Recipe | None = None,
-) -> Tensor:
-    """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
-
-    Parameters
-    ----------
-    x : Tensor, shape (..., k)
-    weight : Tensor, shape (n, k)
-    bias : Tensor, shape (n,), optional
-    math_mode, rtol, bound, backward_mode
-        As for :func:`matmul`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
-    tensor([3., 3.])
-    """
-    modes = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "backward_mode": backward_mode}
-    product: Tensor = multiply_transposed(matmul, x, weight, bias, modes)
-    return product
 
 
 #: The arguments of products in graphs, and the types of factors; the compiler represents NumPy scalars as tensors.
@@ -171,37 +49,68 @@ def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: A
     """
     # After a graph break the compiler would otherwise trace lowprec.matmul, and replace its NumPy calls by operators.
     given = {name: x for name, x in keywords.items() if not _is_default(name, x)}
-    c, bias, alpha, beta = given.get("c"), given.get("bias"), given.get("alpha", 1.0), given.get("beta", 0.0)
-    arrays = [x for x in (a, b, c, bias) if x is not None]
-    if (
+    c = given.get("c")
+    bias = given.get("bias")
+    alpha = given.get("alpha", 1.0)
+    beta = given.get("beta", 0.0)
+    settings = None
+    if _is_for_graphs((a, b, c, bias), (alpha, beta), given):
+        settings = _settings_of((a, b, c, bias), given, backward_mode)
+    if settings is not None and _fit(a, b, c, bias):
+        mode, backward, source, product_dtype, result_dtype = settings
+
+        def multiply(x: Tensor, y: Tensor, alpha: Any) -> Tensor:
+            return OPERATOR(x, y, mode, backward, alpha, product_dtype, source)
+
+        epilogue = (c, bias, alpha, beta, given.get("activation"))
+        return _with_epilogue(a, b, multiply, epilogue, result_dtype)
+    if backward_mode is not None:
+        given["backward_mode"] = backward_mode
+    return call_untraced(dispatch.matmul, a, b, **given)
+
+
+def _is_for_graphs(tensors: Any, factors: Any, given: Any) -> bool:
+    arrays = [x for x in tensors if x is not None]
+    return (
         len(arrays) >= 2
         and all(isinstance(x, Tensor) and not x.is_nested for x in arrays)
-        and all(isinstance(x, _NUMBERS) and abs(x) <= _LARGEST for x in (alpha, beta))
+        and all(isinstance(x, _NUMBERS) and abs(x) <= _LARGEST for x in factors)
         and _IN_GRAPHS.issuperset(given)
-    ):  # fmt: skip
-        rtol = given.get("rtol")
-        extents = _numbers if rtol is not None or "bound" in given else _ones
-        operands = [None if x is None else (x.dtype, extents(x.shape)) for x in (a, b, c, bias)]
-        # Factors may be symbols, too: any other number of the same kind is checked.
-        factors = [
-            (2j if isinstance(x, complex) else 2.0) if name in given else default
-            for name, x, default in (("alpha", alpha, 1.0), ("beta", beta, 0.0))
-        ]
-        others = given.get("activation"), given.get("out_dtype")
-        modes = _name_of(given.get("math_mode")), rtol.hex() if isinstance(rtol, float) else (rtol,), given.get("bound")
-        # A graph is guarded by the current mode where that is read.
-        current = current_mode() if modes[0] is None or extents is _numbers else ""
-        settings = _settings(operands, factors, others, modes, current, _name_of(backward_mode), a.device)
-        if settings is not None and _fit(a, b, c, bias):
-            mode, backward, source, product_dtype, result_dtype = settings
+    )
 
-            def multiply(x: Tensor, y: Tensor, alpha: Any, dtype: str) -> Tensor:
-                return OPERATOR(x, y, mode, backward, alpha, dtype, source)
 
-            return _computed(a, b, c, bias, alpha, beta, others[0], product_dtype, result_dtype, multiply)
-    if backward_mode is not None:
-        return call_untraced(matmul, a, b, backward_mode=backward_mode, **given)
-    return call_untraced(dispatch.matmul, a, b, **given)
+def _settings_of(tensors: Any, given: Any, backward_mode: Any) -> tuple[str, str, str, str, str] | None:
+    rtol = given.get("rtol")
+    bound = given.get("bound")
+    math_mode = _name_of(given.get("math_mode"))
+    needs_extents = rtol is not None or bound is not None
+    operands = [_described(x, needs_extents) for x in tensors]
+    factors = (_factor("alpha", 1.0, given), _factor("beta", 0.0, given))
+    # A graph is guarded by the current mode where that is read.
+    current = ""
+    if math_mode is None or needs_extents:
+        current = current_mode()
+    if isinstance(rtol, float):
+        rtol = (rtol.hex(),)
+    modes = (math_mode, rtol, bound, _name_of(backward_mode))
+    others = (given.get("activation"), given.get("out_dtype"))
+    return _settings(operands, factors, others, modes, current, tensors[0].device)
+
+
+def _described(x: Any, needs_extents: bool) -> Any:
+    """Return the element type and the extents of an operand in a graph, 1 where nothing depends on them."""
+    if x is None:
+        return None
+    if not needs_extents:
+        return x.dtype, (1,) * x.ndim
+    return x.dtype, tuple([len(range(n)) for n in x.shape])  # of symbols too, which int() would not convert
+
+
+def _factor(name: str, default: float, given: Any) -> complex:
+    """Return a factor of the same kind as that of a call, which may be a symbol."""
+    if name not in given:
+        return default
+    return 2j if isinstance(given[name], complex) else 2.0
 
 
 def _name_of(mode: Any) -> Any:
@@ -215,44 +124,48 @@ def _is_default(name: str, x: Any) -> bool:
     return x is None
 
 
-matmul._torchdynamo_inline = traced_matmul  # type: ignore[attr-defined]
-
-
-def _numbers(extents: Any) -> tuple[int, ...]:
-    return tuple([len(range(n)) for n in extents])  # of symbols too, which int() would not convert
-
-
-def _ones(extents: Any) -> tuple[int, ...]:
-    return (1,) * len(extents)
-
-
 def _settings(
-    arrays: Any, factors: Any, others: Any, modes: Any, current: str, backward_mode: Any, device: Any
+    arrays: Any, factors: Any, others: Any, modes: Any, current: str, device: Any
 ) -> tuple[str, str, str, str, str] | None:
     """Return modes, their source and element types of a product in a graph; None for a call that raises.
 
     The compiler guards on the current mode: each has its own graph. Where ``rtol`` selects the mode, it guards on the
     extents, on which nothing else depends: symbols are replaced by 1.
     """
-    math_mode, (rtol, bound) = modes[0], modes[1:]
-    rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
-    library: Any = library_of(torch.empty(0, device="cpu"))
-    place = library.device_of(device) or CPU
+    math_mode, rtol, bound, backward_mode = modes
     try:
-        views = [None if x is None else ArrayView.description(parse_dtype(x[0]), x[1]) for x in arrays]
-        a, b, c, bias = (x and replace(x, device=place) for x in views)
-        given = dict(zip(("alpha", "beta", "activation", "out_dtype"), (*factors, *others), strict=True))
-        call = bind(a, b, c=c, bias=bias, **given)
+        call = _call(arrays, factors, others, device)
         plan = look_up(_FP32, call.x, call.y, call.options, observed=False).plan
-        backward = None if backward_mode is None else parse_mode(backward_mode).value
-        mode, source = current, CURRENT
+        mode = current
+        source: str = CURRENT
         if rtol is not None or bound is not None:
-            mode, source = mode_of(call, math_mode, rtol, bound).mode.value, ModeSource.RTOL.value
+            if isinstance(rtol, tuple):
+                rtol = float.fromhex(*rtol)
+            mode = mode_of(call, math_mode, rtol, bound).mode.value
+            source = ModeSource.RTOL.value
         elif math_mode is not None:
-            mode, source = parse_mode(math_mode).value, ModeSource.ARGUMENT.value
+            mode = parse_mode(math_mode).value
+            source = ModeSource.ARGUMENT.value
+        backward = mode
+        if backward_mode is not None:
+            backward = parse_mode(backward_mode).value
     except LowprecError:
         return None
-    return mode, backward or mode, source, *_dtypes(plan, call)
+    return mode, backward, source, *_dtypes(plan, call)
+
+
+def _call(arrays: Any, factors: Any, others: Any, device: Any) -> Call:
+    """Return the call of a product in a graph, whose tensors are only described."""
+    library: Any = library_of(torch.empty(0, device="cpu"))
+    place = library.device_of(device) or CPU
+    views: list[Any] = []
+    for x in arrays:
+        view = x and replace(ArrayView.description(parse_dtype(x[0]), x[1]), device=place)
+        views.append(view)
+    a, b, c, bias = views
+    alpha, beta = factors
+    activation, out_dtype = others
+    return bind(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype)
 
 
 _settings._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
@@ -261,46 +174,59 @@ _settings._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its de
 def _dtypes(plan: GemmPlan, call: Call) -> tuple[str, str]:
     """Return the element type of the operator's product, as its argument, and of the result."""
     options = call.options
-    has_addend = options.c is not None or options.bias is not None
-    if not has_addend and options.activation is None and type(options.alpha) is float:
-        return (options.out_dtype.label if options.out_dtype else ""), plan.out_dtype.label
-    return (ACCUMULATOR if plan.compute_dtype.bits <= 16 and plan.compute_dtype.format else ""), plan.out_dtype.label
+    result = plan.out_dtype.label
+    has_epilogue = options.c is not None or options.bias is not None or options.activation is not None
+    if not has_epilogue and type(options.alpha) is float:
+        return "" if options.out_dtype is None else options.out_dtype.label, result
+    is_narrow = plan.compute_dtype.bits <= 16 and plan.compute_dtype.format
+    return ACCUMULATOR if is_narrow else "", result
 
 
 def _fit(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the extents match; in a graph, it is guarded by them."""
-    if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
+    if a.shape[-1] != b.shape[max(b.ndim - 2, 0)]:
         return False
-    batch = []
-    for i in range(max(a.ndim, b.ndim) - 2, 0, -1):
-        m = a.shape[-2 - i] if a.ndim >= 2 + i else 1
-        n = b.shape[-2 - i] if b.ndim >= 2 + i else 1
+    columns = b.shape[1:][-1:]
+    out = [*a.shape[-2:-1], *columns]
+    for axis in range(-3, -1 - max(a.ndim, b.ndim), -1):
+        m = _extent(a, axis)
+        n = _extent(b, axis)
         if m != n and m != 1 and n != 1:
             return False
-        batch.append(n if m == 1 else m)
-    out = [*batch, *a.shape[-2:-1], *b.shape[-1:][: b.ndim - 1]]
-    if bias is not None and (bias.ndim != 1 or bias.shape[0] != (b.shape[-1] if b.ndim > 1 else 1)):
+        out.insert(0, n if m == 1 else m)
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != (*columns, 1)[0]):
         return False
-    return c is None or (c.ndim <= len(out) and all(c.shape[-i] in (1, out[-i]) for i in range(1, c.ndim + 1)))
+    if c is None:
+        return True
+    if c.ndim > len(out):
+        return False
+    return all(n in (1, extent) for n, extent in zip(reversed(c.shape), reversed(out), strict=False))
+
+
+def _extent(x: Tensor, axis: int) -> Any:
+    return x.shape[axis] if x.ndim >= -axis else 1
 
 
 def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> Tensor:
     """Return the product of tensors that PyTorch records, transforms or traces, or that have no memory."""
-    a, b, options = call.a, call.b, call.options
+    a = call.a
+    b = call.b
+    options = call.options
     _, c, bias, *_ = call.others
     _check_tensors(a, b, c, bias)
-    backward, source = backward_mode or resolved.mode, resolved.source
+    mode = resolved.mode
+    source = resolved.source
+    backward = backward_mode or mode
     if options is PLAIN and call.x.ndim > 1 and call.y.ndim > 1:
-        return _product(
-            a, b, resolved.mode, backward, 1.0, "", source, functools.partial(run, Call(*call[:-1], None), resolved)
-        )
+        directly = functools.partial(run, Call(*call[:-1], None), resolved)
+        return recorded_product(a, b, OperatorOptions(mode, backward, source=source), directly)
+    product_dtype, result_dtype = _dtypes(entry.plan, call)
 
-    def multiply(x: Tensor, y: Tensor, alpha: float, dtype: str) -> Tensor:
-        return _product(x, y, resolved.mode, backward, alpha, dtype, source)
+    def multiply(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+        return recorded_product(x, y, OperatorOptions(mode, backward, alpha, product_dtype, source))
 
-    return _computed(
-        a, b, c, bias, options.alpha, options.beta, options.activation, *_dtypes(entry.plan, call), multiply
-    )
+    epilogue = (c, bias, options.alpha, options.beta, options.activation)
+    return _with_epilogue(a, b, multiply, epilogue, result_dtype)
 
 
 def _check_tensors(a: Any, b: Any, c: Any, bias: Any) -> None:
@@ -314,111 +240,48 @@ def _check_tensors(a: Any, b: Any, c: Any, bias: Any) -> None:
         raise DeviceError(f"a is on {a.device} and b on {b.device}; move one of them to the other's device")
 
 
-def _computed(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: Any, beta: Any, activation: str | None,
-    product_dtype: str, result_dtype: str, multiply: Callable[[Tensor, Tensor, Any, str], Tensor],
-) -> Tensor:  # fmt: skip
+def _with_epilogue(
+    a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor, Any], Tensor], epilogue: Any, result_dtype: str
+) -> Tensor:
     """Return the product of stacks of matrices by ``multiply``, with the epilogue by PyTorch, which records it."""
-    x = a.unsqueeze(0) if a.ndim == 1 else a
-    y = b.unsqueeze(-1) if b.ndim == 1 else b
+    c, bias, alpha, beta, activation = epilogue
     factor: complex = 1.0
     if isinstance(alpha, complex):
-        # The operator's alpha is real; autograd records this multiplication and conjugates a complex alpha.
-        factor, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
-    out = multiply(x, y, alpha, product_dtype)
-    if b.ndim == 1:
-        out = out.squeeze(-1)
-    if a.ndim == 1:
-        out = out.squeeze(-1 if b.ndim == 1 else -2)
+        # The operator's alpha is real; autograd records the multiplication by a factor and conjugates a complex one.
+        factor = alpha or 1.0
+        alpha = 1.0 if alpha else 0.0
+    out = _stacks(a, b, alpha, multiply)
     if factor != 1.0:
         out = out * factor
     if c is not None and beta:
         out = out + beta * c.to(out.dtype)
     if bias is not None:
-        bias = (bias.squeeze(-1) if b.ndim == 1 else bias).to(out.dtype)
-        if out.dtype == torch.int32:  # saturate
-            limits = torch.iinfo(out.dtype)
-            out = out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0))
-        out = out + bias
+        if b.ndim == 1:
+            bias = bias.squeeze(-1)
+        out = _with_bias(out, bias.to(out.dtype))
     if activation is not None:
         out = _ACTIVATIONS[activation](out)
     return out.to(getattr(torch, result_dtype))
 
 
-def _product(
-    a: Tensor, b: Tensor, mode: Any, backward_mode: Any, alpha: float, out_dtype: str, source: Any,
-    directly: Callable[[], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Return a product that PyTorch records or transforms; ``directly`` computes it for plain tensors."""
-    is_plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
-    if is_plain and not _dispatch_modes() and not _transforms():
-        if forward_ad._current_level < 0:
-            if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-                rest = (mode, backward_mode, alpha, out_dtype, source, directly)
-                return _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
-            return multiply_plain(a, b, policy.restrict(mode, source), alpha, out_dtype)
-    elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
-        ensure_sharded()
-        return OPERATOR(a, b, str(mode), str(backward_mode), alpha, out_dtype, str(source))
-    return _Transformed.apply(a, b, str(mode), str(backward_mode), alpha, out_dtype, str(source))
+def _stacks(a: Tensor, b: Tensor, alpha: Any, multiply: Callable[[Tensor, Tensor, Any], Tensor]) -> Tensor:
+    """Multiply vectors as matrices of one row or column."""
+    is_row = a.ndim == 1
+    is_column = b.ndim == 1
+    if is_row:
+        a = a.unsqueeze(0)
+    if is_column:
+        b = b.unsqueeze(-1)
+    out = multiply(a, b, alpha)
+    if is_row:
+        out = out.squeeze(-2)
+    if is_column:
+        out = out.squeeze(-1)
+    return out
 
 
-def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float, source: str) -> Tensor:
-    """Return a product of a backward pass; a guard that is open now raises its mode."""
-    if _is_compiling() or _is_batched(a) or _is_batched(b):
-        # In torch.autograd.grad(is_grads_batched=True) PyTorch calls the operator once per gradient.
-        return OPERATOR(a, b, str(mode), str(mode), alpha, "", str(source))
-    return _product(a, b, parse_mode(mode), mode, alpha, "", ModeSource(source))
-
-
-class _Plain(torch.autograd.function._SingleLevelFunction):
-    _compiled_autograd_key = COMPILED_KEY
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        mode, ctx.mode, ctx.alpha, ctx.out_dtype, ctx.source, directly = rest
-        save_operands(ctx, a, b, ctx.needs_input_grad[:2])
-        return directly() if directly else multiply_plain(a, b, policy.restrict(mode, ctx.source), *rest[2:4])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        of_operands = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[:2], _recorded)
-        return *of_operands, *(None,) * (len(ctx.needs_input_grad) - 2)
-
-
-class _Transformed(torch.autograd.Function):
-    backward = _Plain.backward
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        return OPERATOR(a, b, *rest)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        a, b, _, ctx.mode, ctx.alpha, ctx.out_dtype, ctx.source = inputs
-        save_operands(ctx, a, b, ctx.needs_input_grad[:2])
-        ctx.save_for_forward(a, b)
-        # With several levels PyTorch passes the inner one's tangents to the outer one as constants.
-        stack = torch._C._functorch.get_interpreter_stack() or ()
-        ctx.levels = max(sum(x.key() == _JVP for x in stack), forward_ad._current_level + 1)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        if ctx.levels > 1:
-            raise UnsupportedError(
-                "nested forward-mode derivatives (jvp of jvp, jacfwd of jacfwd) of lowprec's product: PyTorch computes "
-                "them wrongly through any autograd.Function; use torch.func.jacfwd(torch.func.jacrev(f)), as hessian"
-            )
-        a, b = ctx.saved_tensors
-        terms = []
-        for x, y in ((tangents[0], b), (a, tangents[1])):
-            if x is not None and y is not None:
-                mode, source = parse_mode(ctx.mode), ModeSource(ctx.source)
-                terms.append(_product(x, y, mode, mode, ctx.alpha, ctx.out_dtype, source))
-        return sum(terms[1:], terms[0])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        a, b = with_batch_first(in_dims[:2], a, b)
-        mode, backward_mode, alpha, out_dtype, source = rest
-        return _product(a, b, parse_mode(mode), backward_mode, alpha, out_dtype, ModeSource(source)), 0
+def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
+    if out.dtype == torch.int32:  # saturate
+        limits = torch.iinfo(out.dtype)
+        out = out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0))
+    return out + bias

@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowprec._version import __version__
 from lowprec.core.interception_report import PassedBy
 from lowprec.errors import warn
-from lowprec.modes import MathMode, ModeName, Recipe, parse_mode, row
+from lowprec.modes import ModeLike, parse_mode, row
 from lowprec.torch.aten import ACTED_ON, PRODUCTS, Terms, reason_of
-from lowprec.torch.operator import OPERATOR
+from lowprec.torch.operator import ACCUMULATOR, OPERATOR
 
 _aten = torch.ops.aten
 
 
-def inductor_options(math_mode: ModeName | MathMode | Recipe) -> dict[str, Any]:
+def inductor_options(math_mode: ModeLike) -> dict[str, Any]:
     """Return options of ``torch.compile`` by which lowprec computes the products.
 
     They cover the products of :class:`intercept`, except those that Inductor turns into sums: k = 1, or a result of
@@ -100,7 +100,9 @@ class _Products(_Pass):
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
             name = node.target._opname
-            reason = PassedBy.ATTENTION if name in _FAST_PATHS else reason_of(name)
+            reason = reason_of(name)
+            if name in _FAST_PATHS:
+                reason = PassedBy.ATTENTION
             if reason is not None:
                 passed.add(f"{name} ({reason})")
             elif node.target in _REPLACED:
@@ -114,16 +116,28 @@ class _Products(_Pass):
             )
 
     def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, terms: Terms) -> None:
-        value, (a, b, c, alpha, beta, _) = node.meta.get("val"), terms
+        value = node.meta.get("val")
         acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(self._mode).mode]
-        if not acts or not all(isinstance(x, int | float) for x in (alpha, beta)):
+        if not acts or not isinstance(terms.alpha, int | float) or not isinstance(terms.beta, int | float):
             return
+        mode = str(self._mode)
+        dtype = ""
+        meta = node.meta  # shape, and forward or backward pass
+        if terms.beta != 0 and value.dtype.itemsize == 2:  # the sum is rounded once
+            dtype = ACCUMULATOR
+            meta = {**meta, "val": value.float()}
+
+        def call(meta: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> Any:
+            added = graph.call_function(target, args, kwargs)
+            added.meta = dict(meta)
+            return added
+
         with graph.inserting_before(node):
-            found = graph.call_function(OPERATOR, (a, b, str(self._mode), str(self._mode), float(alpha)))
-            found.meta = dict(node.meta)  # shape, and forward or backward pass
-            if c is not None and beta != 0:
-                found = graph.call_function(_aten.add.Tensor, (found, c), {"alpha": beta})
-                found.meta = dict(node.meta)
+            found = call(meta, OPERATOR, terms.a, terms.b, mode, mode, float(terms.alpha), dtype)
+            if terms.beta != 0:
+                found = call(meta, _aten.add.Tensor, found, terms.c, alpha=float(terms.beta))
+            if dtype:
+                found = call(node.meta, torch.ops.prims.convert_element_type.default, found, value.dtype)
         node.replace_all_uses_with(found)
         graph.erase_node(node)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
-from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -24,23 +24,26 @@ from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
 from lowprec.core.interception import Interception, Modes
 from lowprec.core.interception_report import PassedBy, Row, Statistics
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import Recipe, ResolvedMode, row
-from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
+from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, UnsupportedError
+from lowprec.modes import Mode, Recipe, ResolvedMode, row
+from lowprec.policy.decorators import Scope
+from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, Kernel, Product, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
 from lowprec.torch.passes import mode_of_product
+from lowprec.torch.registration import Function, count_idle_call, register, share_contexts, untraced
 from lowprec.torch.statistics import measure
 
 #: Errors raised before any computation; PyTorch then computes the product.
-_REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
-#: Elements of a result from which a bias is added by the product's epilogue; it costs more than a small addition.
-_FUSED_BIAS = 1 << 14
+_REFUSALS = (ArrayError, DTypeError, DeviceError, SettingError, ShapeError, UnsupportedError)
 
 _grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _function_modes = torch._C._len_torch_function_stack
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+#: A scope, and the context of a backward pass on another thread.
+Found = tuple[Any, Context | None]
 
 
 class intercept(Interception):
@@ -64,8 +67,8 @@ class intercept(Interception):
     statistics : bool
         Whether to measure the operands and the errors of products; see :class:`OperandStatistics`.
     attention : bool
-        Whether modes that quantise act on all products, and not on those with a parameter alone. The others, such as
-        attention's, and products with vectors are in ``bf16`` by default.
+        Whether modes that quantise act on all products. By default they act on those of a matrix with a parameter, and
+        the others, such as attention's, are in ``bf16``.
     step : int
         Number of the first training step, which the random numbers of a recipe depend on; :meth:`step` adds one.
 
@@ -86,66 +89,47 @@ class intercept(Interception):
 
     def __init__(self, math_mode: Modes, statistics: bool = False, *, attention: bool = False, step: int = 0) -> None:
         super().__init__(math_mode, statistics)
-        self.attention, self.step_number = attention, step
+        self.attention = attention
+        self.step_number = step
 
     def step(self) -> None:
         """Begin the next training step: the random numbers of recipes are those of its number."""
         self.step_number += 1
 
     def _install(self) -> None:
-        global _libraries
-        _libraries = _libraries or _registered()
-
-    def _uninstall(self) -> None:
-        global _libraries
-        if threading.active_count() == 1:  # else another thread may multiply meanwhile
-            removed, _libraries = _libraries, ()
-            for library in removed:
-                library._destroy()
+        share_contexts()
+        register(kernels(), _replacement)
+        torch.clear_autocast_cache()  # of casts that NAMES does not know
 
     def _remarks(self) -> list[str]:
+        if "torch._inductor.package.package" in sys.modules:
+            self.ledger.mention(Row("", "AOTInductor", "", passed_by=PassedBy.NOT_VISIBLE))
         compiler = sys.modules.get("torch._dynamo.utils")
         if compiler is None or not compiler.counters["frames"]["ok"]:
             return []
         text = (
             "Compiled graphs ran in this process. Not seen are products of few elements that Inductor turns into "
-            "multiplications and sums, flex_attention, AOTInductor and, without lowprec.torch.inductor_options, "
+            "multiplications and sums, flex_attention and, without lowprec.torch.inductor_options, "
             "products of max_autotune's C++ GEMMs and of cpp_wrapper."
         )
         return [text]
 
 
-# -- registration ---------------------------------------------------------------------------------
-
-#: A library that is not referenced removes its kernels.
-_libraries: tuple[torch.library.Library, ...] = ()
+untraced(Scope.__enter__)
+untraced(Scope.__exit__)
 
 
-def _registered() -> tuple[torch.library.Library, ...]:
-    # PyTorch warns once per process. `catch_warnings` would replace the filters of other threads.
-    warnings.filterwarnings("ignore", r"\s*Warning only once for all operators, .*overrid", UserWarning)
-    made: dict[str, torch.library.Library] = {}
-    for kernel in kernels():
-        space, _, name = kernel.operator.partition("::")
-        library = made.get(space) or made.setdefault(space, torch.library.Library(space, "IMPL"))
-        own = torch.library.get_kernel(kernel.operator, kernel.key).call_boxed
-        replacement = _watched(kernel, own) if kernel.product is None else _replaced(kernel, kernel.product, own)
-        library.impl(name, replacement, kernel.key, with_keyset=True, allow_override=True)
-    return tuple(made.values())
-
-
-def _current() -> tuple[Any, Context | None] | None:
+def _current() -> Found | None:
     """Return the scope that applies to a product, and the context of a backward pass on another thread."""
-    stack = intercept._stack.get()
-    if stack:
-        return stack[-1].scope, None
-    if _graph_task() != -1 and torch._C._is_key_in_tls("context"):
+    block = intercept._innermost()
+    if block is intercept._of_process and _graph_task() != -1 and torch._C._is_key_in_tls("context"):
         context: Context = torch._C._get_obj_in_tls("context")
-        stack = context.get(intercept._stack) or ()
-        if stack:
-            return stack[-1].scope, context
-    scope = intercept._of_process
-    return None if scope is None else (scope, None)
+        found = intercept._innermost(context)
+        if found is not None:
+            return found.scope, context
+    if block is None:
+        return None
+    return block.scope, None
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -159,59 +143,124 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Callable[..., Any]:
-    name, make, axes, in_place = kernel.name, product.terms, product.axes, kernel.in_place
+def _replacement(kernel: Kernel, own: Function) -> Function:
+    """Return a kernel that calls PyTorch's own one outside of all blocks."""
+    if kernel.key in AUTOCAST:
+        return _casting(own)
+    if kernel.product is None:
+        act = _watched(kernel, own)
+    else:
+        act = _replaced(kernel, kernel.product, own)
 
-    def multiply(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not intercept._holders or (found := _current()) is None:
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks: Any = intercept._holders
+        if not blocks:
+            count_idle_call()
+            return own(keyset, *args, **kwargs)
+        found = _current()
+        if found is None:
+            for block in blocks:
+                block.scope.ledger.add(Row("", kernel.name, "", passed_by=PassedBy.OTHER_THREAD), 0, tuple)
             return own(keyset, *args, **kwargs)
         if _function_modes() or not _PLAIN.issuperset(map(type, args)):
             # Attributes of tensors would call the functions of modes and subclasses.
             with torch._C.DisableTorchFunction():
-                return compute(found, keyset, args, kwargs)
-        return compute(found, keyset, args, kwargs)
+                return act(found, keyset, args, kwargs)
+        return act(found, keyset, args, kwargs)
 
-    def compute(found: tuple[Any, Context | None], keyset: Any, args: Any, kwargs: Any) -> Any:
+    return call
+
+
+def _replaced(kernel: Kernel, product: Product, own: Function) -> Function:
+    def compute(found: Found, keyset: Any, args: Any, kwargs: Any) -> Any:
         scope, context = found
         given = dict(kwargs)
         out = given.pop("out", None)
-        terms = make(*args, **given)
-        a, b = terms.a, terms.b
+        terms = product.terms(*args, **given)
         # PyTorch raises its errors, and reads no factors for an alpha of zero.
-        if terms.alpha == 0 or not terms.is_accepted(axes, out, in_place):
+        if terms.alpha == 0 or not terms.is_accepted(product.axes, out, kernel.in_place):
             return own(keyset, *args, **kwargs)
+        a = terms.a
+        b = terms.b
+        if kernel.in_place:
+            out = args[0]
         part = NAMES.of(a, b, _is_backward(), scope.attention)
-        layer = part.layer
-        mode, multiplications = scope.mode_of(layer), a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
-        reason, detail, swaps = PassedBy.ELEMENT_TYPE, "", False
-        shown = mode
-        if mode is not None and row(mode).quantizes:
-            mode, swaps = mode_of_product(scope, mode, part, a.ndim > 1 < b.ndim)
-        if mode is None:
-            reason = PassedBy.LAYER
-        elif a.dtype in ACTED_ON[row(mode).mode]:
+        shown = scope.mode_of(part.layer)
+        mode, swaps = mode_of_product(scope, shown, part, a.ndim > 1 < b.ndim)
+        reason = _reason_against(shown, mode, a.dtype)
+        detail = ""
+        count = partial(_count, scope, part.layer, kernel.name, [a, b], a.numel() * b.shape[1:][-1:].numel())
+        if reason is None:
+            resolved = _resolved(mode, context)
             try:
-                resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
-                measured = measure(a, b, resolved.mode) if scope.statistics else None
-                result = _computed(terms, resolved, args[0] if in_place else out, swaps)
-                # The products of a layer and all steps have one row.
-                text = (shown if isinstance(mode, Recipe) and resolved.mode == mode else resolved.mode).value
-                _count(scope, layer, name, [a, b], multiplications, text, statistics=measured, product=part.product)
-                return result
+                statistics = measure(a, b, resolved.mode) if scope.statistics else None
+                result = _computed(terms, resolved, out, swaps)
             except _REFUSALS as error:
-                reason, detail = PassedBy.REFUSED, str(error)
+                reason = PassedBy.REFUSED
+                detail = str(error)
+            else:
+                if isinstance(mode, Recipe) and resolved.mode == mode:
+                    mode = shown  # the products of a layer and all steps have one row
+                else:
+                    mode = resolved.mode
+                count(mode.value, statistics=statistics, product=part.product)
+                return result
         result = own(keyset, *args, **kwargs)
-        _count(scope, layer, name, [a, b], multiplications, "", reason, detail)
+        count("", reason, detail)
         return result
 
-    return multiply
+    return compute
 
 
-def _watched(kernel: Kernel, own: Callable[..., Any]) -> Callable[..., Any]:
-    def watch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.is_watching or not intercept._holders or (found := _current()) is None:
+def _reason_against(shown: Mode | None, mode: Mode | None, dtype: torch.dtype) -> PassedBy | None:
+    """Return the reason why a product is PyTorch's; ``shown`` is the mode of its layer, ``mode`` its own one."""
+    if mode is None or shown is None:
+        return PassedBy.LAYER
+    if dtype in ACTED_ON[row(mode).mode]:
+        return None
+    if dtype in ACTED_ON[row(shown).mode]:
+        return PassedBy.NO_PARAMETER
+    return PassedBy.ELEMENT_TYPE
+
+
+def _resolved(mode: Mode, context: Context | None) -> ResolvedMode:
+    if context is None:
+        return policy.resolve(mode)
+    return context.copy().run(policy.resolve, mode)
+
+
+def _casting(own: Function) -> Function:
+    """Return a kernel of autocast that has casts noted."""
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if intercept._holders:
+            register(CASTS, _noted)
+        return own(keyset, *args, **kwargs)
+
+    return call
+
+
+def _noted(_: Kernel, own: Function) -> Function:
+    """Return a kernel of casts that records those of parameters."""
+
+    def cast(keyset: Any, x: Any, **kwargs: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            if not isinstance(x, Tensor):  # PyTorch unpacks the numbers of `x + 1`
+                x = torch.from_numpy(np.asarray(x))
+            result: Tensor = own(keyset, x, **kwargs)
+            if intercept._holders:
+                NAMES.add_cast(x, result)
+        return result
+
+    return cast
+
+
+def _watched(kernel: Kernel, own: Function) -> Function:
+    def watch(found: Found, keyset: Any, args: Any, kwargs: Any) -> Any:
+        if _thread.is_watching:
             return own(keyset, *args, **kwargs)
-        before, _thread.is_watching = _thread.counted, True
+        before = _thread.counted
+        _thread.is_watching = True
         try:
             result = own(keyset, *args, **kwargs)
         finally:
@@ -236,52 +285,68 @@ def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: b
 
 
 def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
-    a, b, c, alpha, beta, _ = terms
-    bias = None
+    if out is not None and torch._debug_has_internal_overlap(out) == 1:
+        raise ArrayError("elements of the result share memory")
+    a = terms.a
+    b = terms.b
+    given = _epilogue(terms, swaps)
     if swaps:
-        product = a.new_empty((*a.shape[:-1], b.shape[-1]))
-        dispatch.matmul(b.detach().mT, a.detach().mT, out=product.mT, math_mode=resolved.mode)
-        return _finished(product, terms, bias, out)
-    if c is not None and c.ndim == 1 and alpha == beta == 1 and a.shape[0] * b.shape[-1] >= _FUSED_BIAS:
-        bias = c if c.shape == b.shape[1:] else None
-    if a.is_cpu:
-        is_separate = out is not None and not any(x is not None and torch._C._is_alias_of(out, x) for x in (a, b, c))
-        result = _on_cpu(a, b, bias, resolved, out if is_separate else None)
+        result = a.new_empty((*a.shape[:-1], b.shape[-1]))
+        dispatch.matmul(b.detach().mT, a.detach().mT, out=result.mT, math_mode=resolved.mode, **given)
+    elif a.is_cpu:
+        result = _on_cpu(terms, given, resolved, out)
     else:
-        added = None if bias is None else bias.detach()
-        result = dispatch.matmul(a.detach(), b.detach(), bias=added, math_mode=resolved.mode)
-    return _finished(result, terms, bias, out)
-
-
-def _finished(result: Tensor, terms: Terms, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Add the terms that a product lacks, in ``out`` if it is given."""
-    _, _, c, alpha, beta, activation = terms
-    if alpha != 1:
-        result.mul_(alpha)
-    if c is not None and bias is None and beta != 0:
-        result.add_(c, alpha=beta)
-    if activation is not None:
-        activation(result)
+        result = dispatch.matmul(a.detach(), b.detach(), math_mode=resolved.mode, **given)
+    if terms.activation is not None:
+        terms.activation(result)
     if out is None or result is out:
         return result
     if out.shape != result.shape:
-        out.resize_(result.shape)
+        return torch.ops.aten.clone.out(result, out=out)  # warns as its own operators
     return out.copy_(result)
 
 
-def _on_cpu(a: Tensor, b: Tensor, bias: Tensor | None, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
-    library = library_of(a)
-    x, y = _view(library, a), _view(library, b)
-    options = PLAIN if bias is None else Options(bias=_view(library, bias))
+def _epilogue(terms: Terms, swaps: bool) -> dict[str, Any]:
+    """Return the other terms as arguments of lowprec's product: a result is rounded once, whatever its size."""
+    given = {}
+    if terms.alpha != 1:
+        given["alpha"] = terms.alpha * 1.0
+    if terms.beta == 0:
+        return given
+    c = terms.c.detach()
+    columns = terms.b.shape[1:]
+    if terms.beta == 1 and c.ndim == 1 and c.shape == columns and not swaps:
+        return {**given, "bias": c}
+    if swaps:
+        c = c.expand(*terms.a.shape[:-1], columns[-1]).mT
+    return {**given, "c": c, "beta": terms.beta * 1.0}
+
+
+def _on_cpu(terms: Terms, given: dict[str, Any], resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+    library = library_of(terms.a)
+    x = _view(library, terms.a)
+    y = _view(library, terms.b)
+    options = PLAIN
+    if given:
+        views: Any = {name: _view(library, t) if isinstance(t, Tensor) else t for name, t in given.items()}
+        options = Options(**views)
     found = look_up(resolved, x, y, options)
-    if out is not None and tuple(out.shape) == found.out_shape and out.is_contiguous() and not out.is_conj():
-        target = _view(library, out)
+    if out is not None and _is_written_directly(out, found.out_shape, terms):
         result = out
+        target = _view(library, out)
     else:
-        target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        target = library.allocate(found.out_shape, found.out_dtype, x.device, terms.a)
         result = target.owner
     found.execute(options.arguments(x, y, target))
     return result
+
+
+def _is_written_directly(out: Tensor, shape: tuple[int, ...], terms: Terms) -> bool:
+    """Whether a product may be computed in this tensor: it is contiguous, and no operand shares its memory."""
+    if tuple(out.shape) != shape or not out.is_contiguous() or out.is_conj():
+        return False
+    operands = (terms.a, terms.b, terms.c)
+    return not any(x is not None and torch._C._is_alias_of(out, x) for x in operands)
 
 
 def _view(library: Library, x: Tensor) -> ArrayView:
@@ -306,7 +371,9 @@ def _count(
     ledger = scope.ledger
     if not ledger.records_gradients and _grad_enabled() and any(x.requires_grad for x in tensors):
         ledger.records_gradients = True
-    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    dtype = ""
+    if tensors:
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
     backward = _is_backward()
     gradient = product if backward and layer and statistics else ""
     found = Row(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
@@ -314,24 +381,28 @@ def _count(
 
 
 def _multiplications(operator: str, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the number of multiplications of an operator of which PyTorch has a formula, else 0."""
+    """Return the number of multiplications of an operator, 0 if it is unknown."""
     from torch.utils.flop_counter import flop_registry
 
     space, _, name = operator.partition("::")
-    formula = flop_registry.get(getattr(getattr(torch.ops, space), name.partition(".")[0], None))
+    name = name.partition(".")[0].replace("_for_cpu", "")
+    formula = flop_registry.get(getattr(getattr(torch.ops, space), name, None))
+    if "rnn_layer" in name:
+        x, *weights = args[:3]
+        products = 1 + ("backward" in name)
+        return products * x.shape[:-1].numel() * sum(w.numel() for w in weights)
+    if formula is None:
+        return 0
     try:
-        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result)) // 2
+        return int(formula(*args, **kwargs, out_val=result)) // 2
     except Exception:  # noqa: BLE001 - a formula for other arguments; the count is information
         return 0
 
 
 def _shown(scope: Any, layer: Layer) -> str:
     """Return the text of a layer; a note if its product may belong to layers with different modes."""
-    if len(layer) < 2:
-        return layer[0][0] if layer else ""
     shown = "|".join(dict.fromkeys(name for name, _ in layer))
-    if len({scope.mode_of((each,)) for each in layer}) > 1:
-        scope.ledger.notes[
-            f"{shown} have different modes, and share an operand; the first pattern's mode was used."
-        ] = None
+    if len(layer) > 1 and len({scope.mode_of((each,)) for each in layer}) > 1:
+        note = f"{shown} have different modes, and share an operand; the first pattern's mode was used."
+        scope.ledger.notes[note] = None
     return shown

@@ -1,14 +1,14 @@
 """The layer of a product, by the memory of its operands.
 
-Module hooks know the layer in an eager forward pass alone. The addresses of parameters are the same in compiled graphs
-and in backward passes. A weight gradient has no parameter as its operand: its layer is that of the parameter behind the
-current node of autograd or, in a compiled graph, that of the forward product with the same activation.
+Module hooks know the layer in an eager forward pass alone. The memory of parameters is the same in compiled graphs and
+in backward passes, and PyTorch keeps attributes of a storage while its memory is in use. A weight gradient has no
+parameter as its operand: its layer is that of the parameter behind the current node of autograd or, in a compiled
+graph, that of the forward product with the same activation.
 """
 
 from __future__ import annotations
 
 import gc
-from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,10 @@ class Part(NamedTuple):
 
 _NO_PART = Part(())
 
-_MOST_ACTIVATIONS = 1 << 16
+#: Attributes of storages: the end and layer of each parameter by its first byte, and the layer of an activation.
+_PARAMETERS = "_lowprec_parameters"
+_ACTIVATION = "_lowprec_activation"
+
 _MOST_LAYERS = 16  # of one activation
 _MOST_VIEWS = 4
 #: Names by which compiled, parallel and other wrappers hold a model.
@@ -45,110 +48,100 @@ _WRAPPERS = ("", "_orig_mod", "module")
 
 
 class LayerNames:
-    """Layers of the parameters of all modules, and of the activations that were multiplied by them."""
+    """Layers of the parameters of all modules, of their casts, and of the activations that were multiplied by them."""
 
     def __init__(self) -> None:
-        #: Start addresses of parameters; by parameter, the end address, layer and memory.
-        self._table: tuple[list[int], list[tuple[int, Layer, StorageWeakRef]]] = [], []
-        self._activations: dict[int, tuple[Layer, StorageWeakRef]] = {}
-        self._gradient: tuple[int, StorageWeakRef] | None = None  # the last one that was multiplied by a parameter
-        self._orphans = WeakIdKeyDictionary()  # parameters without a module
+        self._gradient: StorageWeakRef | None = None  # the last one that was multiplied by a parameter
+        self._layers = WeakIdKeyDictionary()  # by parameter; empty for those without a module
         self._is_current = False
         self._is_watching = False
 
     def of(self, a: Tensor, b: Tensor, backward: bool, attention: bool = False) -> Part:
         """Return the part of a product in its layer; ``attention`` for those of two activations, too."""
-        try:
-            x, y = a.data_ptr(), b.data_ptr()
-        except RuntimeError:  # without memory
-            return _NO_PART
-        layer, place = self._of_parameter(y, b), 1
+        place = 1
+        other = a
+        layer = self._of_parameter(b)
         if not layer:
-            layer, place = self._of_parameter(x, a), 0
+            place = 0
+            other = b
+            layer = self._of_parameter(a)
+        if layer and backward:
+            self._gradient = StorageWeakRef(other.untyped_storage())
+            return Part(layer, "grad_input", place)
         if layer:
-            address, other = (x, a) if place else (y, b)
-            if backward:
-                self._gradient = address, StorageWeakRef(other.untyped_storage())
-            else:
-                self._remember(address, other, layer)
-            return Part(layer, "grad_input" if backward else "forward", place)
+            _remember(other, layer)
+            return Part(layer, "forward", place)
         if backward:
-            return self._of_gradient(x, y)
+            return self._of_gradient(a, b)
         if attention:
-            self._remember(x, a, ())
-            self._remember(y, b, ())
+            _remember(a, ())
+            _remember(b, ())
         return _NO_PART
 
-    def _of_gradient(self, x: int, y: int) -> Part:
-        """Return the part of a product without a parameter in a backward pass, by the addresses of its operands."""
-        of_a, of_b = self._of_activation(x), self._of_activation(y)
-        found = of_a or of_b or ()
-        layer = self._of_node() or found if len(found) != 1 else found
-        if (of_a is None) == (of_b is None):
+    def add_cast(self, x: Tensor, cast: Tensor) -> None:
+        """Record that a tensor is a copy of another one, in case that is a parameter."""
+        layer = self.of_any([x])
+        if layer and x.device == cast.device:
+            _record(cast, layer)
+
+    def _of_gradient(self, a: Tensor, b: Tensor) -> Part:
+        """Return the part of a product without a parameter in a backward pass."""
+        of_a = _of_activation(a)
+        of_b = _of_activation(b)
+        layer = of_a or of_b or ()
+        if len(layer) != 1:
+            layer = self._of_node() or layer
+        a_is_gradient = of_a is None
+        b_is_gradient = of_b is None
+        if a_is_gradient == b_is_gradient:
             # Checkpointing omits the last product of the forward pass.
-            address, memory = self._gradient or (0, None)
-            is_known = memory is not None and not memory.expired() and (x == address) != (y == address)
-            return Part(layer, "grad_weight", int(y == address) if is_known else None)
-        if of_a is None and not layer:  # of attention
+            a_is_gradient = self._is_gradient(a)
+            b_is_gradient = self._is_gradient(b)
+        elif a_is_gradient and not layer:  # of attention
             return Part(layer, "grad_input", 1)
-        return Part(layer, "grad_weight", 0 if of_a is None else 1)
+        place = None
+        if a_is_gradient != b_is_gradient:
+            place = 0 if a_is_gradient else 1
+        return Part(layer, "grad_weight", place)
+
+    def _is_gradient(self, x: Tensor) -> bool:
+        return self._gradient is not None and self._gradient == StorageWeakRef(x.untyped_storage())
 
     def _of_node(self) -> Layer:
         """Return the layer of the only parameter whose gradient the current node of the backward pass computes."""
-        nodes = getattr(torch._C._current_autograd_node(), "next_functions", ())
-        parameters = [p for node, _ in nodes if (p := _parameter(node)) is not None]
-        found = [layer for p in parameters if (layer := self._of_parameter(p.data_ptr(), p))]
+        found = []
+        for node, _ in getattr(torch._C._current_autograd_node(), "next_functions", ()):
+            parameter = _parameter(node)
+            if parameter is not None:
+                found.append(self._of_parameter(parameter))
+        found = [layer for layer in found if layer]
         return found[0] if len(found) == 1 else ()
-
-    def _remember(self, address: int, activation: Tensor, layer: Layer) -> None:
-        """Record the layer of an activation, which may be the operand of several layers."""
-        before = self._of_activation(address) or ()
-        if not set(layer) <= set(before) and len(before) < _MOST_LAYERS:
-            layer = before + layer
-        elif before:
-            layer = before
-        self._activations[address] = layer, StorageWeakRef(activation.untyped_storage())
-        if len(self._activations) > _MOST_ACTIVATIONS:
-            self._activations.pop(next(iter(self._activations)), None)
-
-    def _of_activation(self, address: int) -> Layer | None:
-        """Return the layers of an operand of the forward pass; None for other tensors."""
-        found = self._activations.get(address)
-        return None if found is None or found[1].expired() else found[0]
 
     def of_any(self, tensors: list[Tensor]) -> Layer:
         """Return the layer of the first tensor that is a parameter."""
         for x in tensors:
-            if x.layout is torch.strided and not x.is_quantized and (layer := self._of_parameter(x.data_ptr(), x)):
-                return layer
+            if x.layout is torch.strided and not x.is_quantized:
+                layer = self._of_parameter(x)
+                if layer:
+                    return layer
         return ()
 
-    def _of_parameter(self, address: int, x: Tensor) -> Layer:
-        found = self._find(address)
+    def _of_parameter(self, x: Tensor) -> Layer:
+        found = _find(x)
         if found:
             return found
         if not self._is_current:
             self._scan()
-            return self._find(address)
-        # A parameter whose memory was replaced, as by `model.to`, is not found.
+            return _find(x)
+        # A parameter whose memory was replaced, as by `model.to` and sharding, is not found.
         base = x._base if x._is_view() else x
-        if not isinstance(base, torch.nn.Parameter) or base in self._orphans:
+        if not isinstance(base, torch.nn.Parameter):
             return ()
-        self._scan()
-        found = self._find(address)
-        if not found:
-            self._orphans[base] = True
-        return found
-
-    def _find(self, address: int) -> Layer:
-        starts, ranges = self._table
-        i = bisect_right(starts, address) - 1
-        if i < 0 or address >= ranges[i][0]:
-            return ()
-        _, layer, memory = ranges[i]
-        if memory.expired():
-            self._is_current = False
-            return ()
+        if base not in self._layers:
+            self._scan()
+        layer: Layer = self._layers.setdefault(base, ())
+        if layer:
+            _record(base, layer)
         return layer
 
     def _scan(self) -> None:
@@ -158,40 +151,81 @@ class LayerNames:
         self._is_current = True  # before the scan, during which another thread may add a parameter
         modules: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
         children = {id(child) for x in modules for child in x._modules.values()}
-        found: dict[int, tuple[int, Layer, StorageWeakRef]] = {}
+        found: dict[int, tuple[Tensor, Layer]] = {}
         for root in modules:
             if id(root) in children:
                 continue
             for name, each in root.named_modules():
                 for p in each._parameters.values():
-                    if p is not None:
-                        self._add(found, p, _shown(name, each), type(each))
-        starts = sorted(found)
-        self._table = starts, [found[start] for start in starts]
-
-    def _add(self, found: dict[int, tuple[int, Layer, StorageWeakRef]], p: Any, name: str, kind: type) -> None:
-        if type(p) not in (Tensor, torch.nn.Parameter) or p.is_meta or p.layout is not torch.strided or not p.numel():
-            return
-        try:
-            start = p.data_ptr()
-        except RuntimeError:
-            return
-        extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-        layer = found[start][1] if start in found else ()
-        if (name, kind.__name__) not in layer:
-            # An embedding that shares its weight does not multiply.
-            others = tuple(x for x in layer if x[1] != "Embedding")
-            layer = layer if others and issubclass(kind, torch.nn.Embedding) else (*others, (name, kind.__name__))
-        found[start] = start + extent * p.element_size(), layer, StorageWeakRef(p.untyped_storage())
+                    _add(found, _local(p), _shown(name, each), type(each))
+        for p, layer in found.values():
+            self._layers[p] = layer
+            _record(p, layer)
 
     def _expire(self, *_: Any) -> None:
         self._is_current = False
 
 
+def _add(found: dict[int, tuple[Tensor, Layer]], p: Any, name: str, kind: type) -> None:
+    if type(p) not in (Tensor, torch.nn.Parameter):
+        return
+    try:
+        start = p.data_ptr()
+    except RuntimeError:
+        return
+    if not start:
+        return
+    _, layer = found.get(start, (p, ()))
+    if (name, kind.__name__) not in layer:
+        # An embedding that shares its weight does not multiply.
+        others = tuple(x for x in layer if x[1] != "Embedding")
+        if not others or not issubclass(kind, torch.nn.Embedding):
+            layer = (*others, (name, kind.__name__))
+    found[start] = (p, layer)
+
+
+def _first_byte(x: Tensor) -> int:
+    return x.storage_offset() * x.element_size()
+
+
+def _find(x: Tensor) -> Layer:
+    ranges: dict[int, tuple[int, Layer]] | None = getattr(x.untyped_storage(), _PARAMETERS, None)
+    if ranges is not None:
+        first = _first_byte(x)
+        for start, (end, layer) in ranges.items():
+            if start <= first < end:
+                return layer
+    return ()
+
+
+def _record(p: Tensor, layer: Layer) -> None:
+    memory = p.untyped_storage()
+    start = _first_byte(p)
+    extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+    ranges = {**getattr(memory, _PARAMETERS, {}), start: (start + extent * p.element_size(), layer)}
+    setattr(memory, _PARAMETERS, ranges)
+
+
+def _remember(activation: Tensor, layer: Layer) -> None:
+    """Record the layer of an activation, which may be the operand of several layers."""
+    layers = dict.fromkeys((*(_of_activation(activation) or ()), *layer))
+    setattr(activation.untyped_storage(), _ACTIVATION, tuple(layers)[:_MOST_LAYERS])
+
+
+def _of_activation(x: Tensor) -> Layer | None:
+    """Return the layers of an operand of the forward pass; None for other tensors."""
+    return getattr(x.untyped_storage(), _ACTIVATION, None)
+
+
+def _local(p: Any) -> Any:
+    """Return this process's part of a parameter that several share."""
+    return getattr(p, "_local_tensor", p)
+
+
 def _parameter(node: Any) -> Tensor | None:
     """Return the matrix that accumulates the gradient of a node, behind views and casts."""
     for _ in range(_MOST_VIEWS):
-        variable = getattr(node, "variable", None)
+        variable = _local(getattr(node, "variable", None))
         if variable is not None:
             return variable if variable.ndim > 1 else None
         following: Any = getattr(node, "next_functions", ())

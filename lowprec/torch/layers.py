@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from lowprec.modes import BoundName, MathMode, Mode, ModeName, Recipe, parse_mode
+from lowprec.contractions import linear
+from lowprec.modes import BoundName, Mode, ModeLike, Recipe, parse_mode
 from lowprec.planning import check_bound, check_rtol
 from lowprec.torch.current_mode import current_mode
-from lowprec.torch.functions import linear
 
 
 def _of_layer(mode: str | Mode) -> str:
@@ -61,24 +61,31 @@ class Linear(torch.nn.Linear):
         device: object = None,
         dtype: torch.dtype | None = None,
         *,
-        math_mode: ModeName | MathMode | Recipe | None = None,
+        math_mode: ModeLike | None = None,
         rtol: float | None = None,
         bound: BoundName | None = None,
-        backward_mode: ModeName | MathMode | Recipe | None = None,
+        backward_mode: ModeLike | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.math_mode: Any = None if math_mode is None else _of_layer(parse_mode(math_mode))
-        self.rtol = None if rtol is None else check_rtol(rtol)
-        self.bound: Any = None if bound is None else check_bound(bound).value
-        self.backward_mode: Any = (
-            None if backward_mode is None else _of_layer(parse_mode(backward_mode, "backward_mode"))
-        )
+        self.math_mode: Any = math_mode
+        self.rtol = rtol
+        self.bound: Any = bound
+        self.backward_mode: Any = backward_mode
+        if math_mode is not None:
+            self.math_mode = _of_layer(parse_mode(math_mode))
+        if rtol is not None:
+            self.rtol = check_rtol(rtol)
+        if bound is not None:
+            self.bound = check_bound(bound).value
+        if backward_mode is not None:
+            self.backward_mode = _of_layer(parse_mode(backward_mode, "backward_mode"))
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
         """Return a layer that shares the parameters of ``layer``; ``modes`` as for the class."""
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, "meta", **modes)
-        made.weight, made.bias = layer.weight, layer.bias
+        made.weight = layer.weight
+        made.bias = layer.bias
         return made.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -98,5 +105,9 @@ class Linear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         """Return torch's text and the modes that are set."""
-        modes = ((x, getattr(self, x)) for x in ("math_mode", "rtol", "bound", "backward_mode"))
-        return ", ".join([super().extra_repr(), *(f"{n}={x}" for n, x in modes if x is not None)])
+        texts = [super().extra_repr()]
+        for name in ("math_mode", "rtol", "bound", "backward_mode"):
+            value = getattr(self, name)
+            if value is not None:
+                texts.append(f"{name}={value}")
+        return ", ".join(texts)

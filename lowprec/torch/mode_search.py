@@ -21,17 +21,18 @@ from torch.utils._pytree import tree_leaves
 
 from lowprec import plotting
 from lowprec.core.interception import Modes
-from lowprec.errors import UnsupportedError, quoted
-from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
+from lowprec.errors import SettingError, quoted
+from lowprec.modes import MathMode, Mode, ModeLike, parse_mode
+from lowprec.report import Report
 from lowprec.torch.interception import intercept
 from lowprec.util.progress import progress
-from lowprec.util.tables import Table, plain_text
+from lowprec.util.tables import Table
 
 _FULL = MathMode.FP32
 
 
 @dataclass(frozen=True)
-class LayerModes(Mapping[str, str], plotting.Drawable):
+class LayerModes(Mapping[str, str], Report):
     """Modes by layer, which :class:`intercept` accepts; ``print`` shows the layers, the most sensitive one first."""
 
     modes: Mapping[str, str]  #: By name pattern, the last one ``"*"``.
@@ -53,8 +54,7 @@ class LayerModes(Mapping[str, str], plotting.Drawable):
         lines = [f"{json.dumps(pattern)} = {json.dumps(mode)}" for pattern, mode in self.modes.items()]
         Path(path).write_text("\n".join(["[layers]", *lines, ""]), encoding="utf-8")
 
-    def _figure(self) -> Any:
-        """Return the sensitivity of each layer."""
+    def figure(self) -> Any:
         names, note = plotting.first(list(self.sensitivity))
         figure, ((panel,),) = plotting.figure(1.6 + 0.22 * len(names))
         modes = self.sensitivity[names[0]]
@@ -65,19 +65,17 @@ class LayerModes(Mapping[str, str], plotting.Drawable):
         plotting.legend(figure, panel)
         return figure
 
-    def __str__(self) -> str:
+    def tables(self) -> list[Table]:
         rows = []
         for name, changes in self.sensitivity.items():
             shown = [f"{self.shares[name]:.1%}", self.modes[glob.escape(name)], *(f"{x:.1e}" for x in changes.values())]
             rows.append([name or "(no layer)", *shown])
         modes = next(iter(self.sensitivity.values()), {})
         title = f"modes by layer: the result changes by {self.change:.1e}"
-        return plain_text(Table(title, ["layer", ">share", "mode", *(f">{mode} alone" for mode in modes)], rows))
+        return [Table(title, ["layer", ">share", "mode", *(f">{mode} alone" for mode in modes)], rows)]
 
 
-def search_modes(
-    run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeName | MathMode | Recipe] = ("bf16", "tf32")
-) -> LayerModes:
+def search_modes(run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeLike] = ("bf16", "tf32")) -> LayerModes:
     """Return the cheapest mode of each layer with which the result of ``run`` stays within ``rtol`` of FP32's.
 
     ``run`` is called once for each layer and mode, and a few times more. In a terminal a line shows the current step.
@@ -99,7 +97,7 @@ def search_modes(
 
     Raises
     ------
-    UnsupportedError
+    SettingError
         ``rtol`` is not positive, ``run`` has no product or is not reproducible, or its result is not finite.
     ModeError
         A mode is unknown.
@@ -115,14 +113,14 @@ def search_modes(
     ...     y = model(torch.ones(4, 8))
     """
     if not rtol > 0:
-        raise UnsupportedError(f"rtol must be positive, got {rtol}")
+        raise SettingError(f"rtol must be positive, got {rtol}")
     candidates = [parse_mode(mode) for mode in modes]
     seen, full = _result(run, _FULL)
     layers = _shares(seen)
     if not layers:
-        raise UnsupportedError("search_modes: the function has no product that a mode acts on")
+        raise SettingError("search_modes: the function has no product that a mode acts on")
     if not 0 < full.norm() < math.inf:
-        raise UnsupportedError("search_modes: the result in FP32 is zero or not finite")
+        raise SettingError("search_modes: the result in FP32 is zero or not finite")
 
     def change(chosen: Modes) -> float:
         found = _result(run, chosen)[1]
@@ -132,7 +130,7 @@ def search_modes(
     with progress("search", 1 + len(layers) * len(candidates)) as step:
         step("fp32")
         if (noise := change(_FULL)) > rtol:
-            raise UnsupportedError(
+            raise SettingError(
                 f"search_modes: two calls of the function in FP32 differ by {noise:.1e}; make it reproducible"
             )
         changes: dict[str, list[float]] = {}
@@ -159,7 +157,7 @@ def _numbers(x: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(x).detach().double().cpu().flatten()
     except (RuntimeError, TypeError, ValueError):
-        raise UnsupportedError(f"search_modes: the function returned {quoted(x)}; return tensors or numbers") from None
+        raise SettingError(f"search_modes: the function returned {quoted(x)}; return tensors or numbers") from None
 
 
 def _shares(seen: intercept) -> dict[str, float]:
@@ -175,16 +173,20 @@ def _choose(
     changes: Mapping[str, Sequence[float]], shares: Mapping[str, float], rtol: float,
     measure: Callable[[Mapping[str, int]], float],
 ) -> tuple[dict[str, int], float]:  # fmt: skip
-    """Return the index of each layer's mode, beyond the last one for FP32, and the change with all of them.
+    """Return the index of each layer's mode, len(modes) means FP32, and the change with all of them.
 
     While the change is too large, the layer whose next mode removes most of it per multiplication is raised.
     """
-    chosen, correction = dict.fromkeys(changes, 0), 1.0
+    chosen = dict.fromkeys(changes, 0)
+    correction = 1.0
     squares = {name: [*(x * x for x in each), 0.0] for name, each in changes.items()}
 
     def gain(name: str) -> float:
-        before, after = squares[name][chosen[name] : chosen[name] + 2]
-        return math.inf if math.isinf(before) else (before - after) / max(shares[name], 1e-9)
+        mode = chosen[name]
+        before = squares[name][mode]
+        if math.isinf(before):
+            return math.inf
+        return (before - squares[name][mode + 1]) / max(shares[name], 1e-9)
 
     while True:
         raisable = [name for name in changes if chosen[name] < len(changes[name])]
@@ -195,7 +197,9 @@ def _choose(
         measured = measure(chosen)
         if measured <= rtol or not raisable:
             return chosen, measured
-        correction = 1.01 * measured / expected if expected else math.inf
+        correction = math.inf
+        if expected:
+            correction = 1.01 * measured / expected
 
 
 def _patterns(chosen: Mapping[str, int], candidates: Sequence[Mode]) -> dict[str, Mode]:

@@ -22,7 +22,7 @@ from lowprec.core.arguments import parse_dtype
 from lowprec.core.call import bind, run
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, promote
-from lowprec.modes import ModeSource, ResolvedMode, of_pass, parse_mode
+from lowprec.modes import ModeSource, of_pass, parse_mode
 from lowprec.recipes import Pass
 
 _SCHEMA = (
@@ -43,31 +43,42 @@ ACCUMULATOR = "accumulator"
 CURRENT = "current"
 
 
-class _Options(NamedTuple):
+class OperatorOptions(NamedTuple):
     """The arguments after the operands; PyTorch omits trailing defaults."""
 
-    mode: str
-    backward_mode: str  # of the two products of the backward pass
+    mode: Any
+    backward_mode: Any  # of the two products of the backward pass
     alpha: float = 1.0
     out_dtype: str = ""
     source: str = ""  # of the mode: a value of ``ModeSource``, or ``CURRENT``; by default the argument
 
+    def as_text(self) -> OperatorOptions:
+        """Return the arguments of the operator."""
+        return OperatorOptions(str(self.mode), str(self.backward_mode), self.alpha, self.out_dtype, str(self.source))
+
 
 def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    options = _Options(*rest)
-    a = a.detach() if a.requires_grad else a
-    b = b.detach() if b.requires_grad else b
+    if a.requires_grad:
+        a = a.detach()
+    if b.requires_grad:
+        b = b.detach()
+    return multiply_plain(a, b, OperatorOptions(*rest))
+
+
+def multiply_plain(a: Tensor, b: Tensor, options: OperatorOptions) -> Tensor:
+    """Multiply tensors that PyTorch neither records nor traces."""
     if options.source == CURRENT:
         resolved = policy.resolve()
     else:
-        resolved = policy.restrict(parse_mode(options.mode), ModeSource(options.source or ModeSource.ARGUMENT))
-    return multiply_plain(a, b, resolved, options.alpha, options.out_dtype)
-
-
-def multiply_plain(a: Tensor, b: Tensor, resolved: ResolvedMode, alpha: float, out_dtype: str) -> Tensor:
-    """Multiply tensors that PyTorch neither records nor traces."""
-    dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
-    call = bind(a, b) if alpha == 1.0 and dtype is None else bind(a, b, alpha=alpha, out_dtype=dtype)
+        source = ModeSource(options.source or ModeSource.ARGUMENT)
+        resolved = policy.restrict(parse_mode(options.mode), source)
+    dtype = options.out_dtype
+    if dtype == ACCUMULATOR:
+        dtype = "float32"
+    if options.alpha == 1.0 and not dtype:
+        call = bind(a, b)
+    else:
+        call = bind(a, b, alpha=options.alpha, out_dtype=dtype or None)
     product: Tensor = run(call, resolved)
     return product
 
@@ -93,15 +104,16 @@ def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
             raise DTypeError(f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}")
     promote(*dtypes.values())
     shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-    inner = a.shape[-1], b.shape[-2]
-    if all(type(n) is int for n in inner) and inner[0] != inner[1]:
+    k = a.shape[-1]
+    k_of_b = b.shape[-2]
+    if type(k) is type(k_of_b) is int and k != k_of_b:
         raise ShapeError(f"the inner dimensions differ, {shapes}")
-    torch._check(inner[0] == inner[1])
+    torch._check(k == k_of_b)
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ShapeError(f"the batch dimensions do not broadcast, {shapes}") from None
-    dtype = result_dtype(a, b, _Options(*rest).out_dtype)
+    dtype = result_dtype(a, b, OperatorOptions(*rest).out_dtype)
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=dtype)
 
 
@@ -110,9 +122,11 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * math.prod(out_shape) * a[-1]
 
 
-def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> None:
+def save_operands(ctx: Any, a: Tensor, b: Tensor, options: OperatorOptions, needed: tuple[bool, bool]) -> None:
     """Save the operands for the needed gradients of ``a`` and ``b``, and the shapes and dtypes of both."""
-    ctx.operands = (a.shape, a.dtype), (b.shape, b.dtype)
+    ctx.options = options
+    ctx.of_a = (a.shape, a.dtype)
+    ctx.of_b = (b.shape, b.dtype)
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
 
 
@@ -134,22 +148,25 @@ def operand_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of ``a`` and ``b``, two products in the mode of the context."""
     a, b = ctx.saved_tensors
-    of_a, of_b = ctx.operands
-    if ctx.out_dtype == ACCUMULATOR:
-        gradient = gradient.to(of_a[1])
+    options = ctx.options
+    if options.out_dtype == ACCUMULATOR:
+        gradient = gradient.to(ctx.of_a[1])
+
+    def product(x: Tensor, y: Tensor, name: Pass) -> Any:
+        mode = mode_of_pass(options.backward_mode, name)
+        return multiply(x, y, OperatorOptions(mode, mode, options.alpha, "", options.source))
+
     for_a = for_b = None
     if needed[0]:
-        mode = mode_of_pass(ctx.mode, "grad_input")
-        for_a = _operand_gradient(multiply(gradient, b.mH, mode, ctx.alpha, ctx.source), *of_a)
+        for_a = _operand_gradient(product(gradient, b.mH, "grad_input"), *ctx.of_a)
     if needed[1]:
-        rows, of_rows = a, gradient
-        if len(of_b[0]) == 2 and a.ndim > 2:
+        if len(ctx.of_b[0]) == 2 and a.ndim > 2:
             # One product over all rows instead of a sum over the batch, which may have no elements. PyTorch's legacy
             # batching has no rule for flatten.
-            count = math.prod(a.shape[:-1])
-            rows, of_rows = (x.reshape(count, x.shape[-1]) for x in (a, gradient))
-        mode = mode_of_pass(ctx.mode, "grad_weight")
-        for_b = _operand_gradient(multiply(rows.mH, of_rows, mode, ctx.alpha, ctx.source), *of_b)
+            rows = math.prod(a.shape[:-1])
+            a = a.reshape(rows, a.shape[-1])
+            gradient = gradient.reshape(rows, gradient.shape[-1])
+        for_b = _operand_gradient(product(a.mH, gradient, "grad_weight"), *ctx.of_b)
     return for_a, for_b
 
 
@@ -174,16 +191,17 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        save_operands(ctx, a, b, ctx.needs_input_grad[1:3])
-        _, ctx.mode, ctx.alpha, ctx.out_dtype, ctx.source = rest
+        save_operands(ctx, a, b, OperatorOptions(*rest), ctx.needs_input_grad[1:3])
         # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
         with torch.enable_grad():
             return _below_autograd(keyset, a, b, *rest)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        def multiply(x: Tensor, y: Tensor, mode: str, alpha: float, source: str) -> Any:
-            return OPERATOR(x, y, mode, mode, alpha, "", "" if source == CURRENT else source)
+        def multiply(x: Tensor, y: Tensor, options: OperatorOptions) -> Any:
+            if options.source == CURRENT:
+                options = options._replace(source="")
+            return OPERATOR(x, y, *options)
 
         of_operands = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], multiply)
         return None, *of_operands, None, None, None, None, None
@@ -198,7 +216,7 @@ def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         # A kernel is called at one level; without this PyTorch expects a Function for all levels.
         with enable_single_level_autograd_function():
-            return _Recorded.apply(keyset, a, b, *_Options(*rest))
+            return _Recorded.apply(keyset, a, b, *OperatorOptions(*rest))
     return _below_autograd(keyset, a, b, *rest)
 
 
@@ -213,15 +231,17 @@ def _batched(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple
 
 def with_batch_first(in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the operands with the mapped axis first, and with equal numbers of batch axes after it."""
-    ndim = max(x.ndim - (dim is not None) for x, dim in zip((a, b), in_dims, strict=False))
+    of_a, of_b = in_dims
+    ndim = max(a.ndim - (of_a is not None), b.ndim - (of_b is not None))
+    return _with_first(of_a, a, ndim), _with_first(of_b, b, ndim)
 
-    def placed(x: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            return x
-        x = x.movedim(dim, 0)
-        return x.reshape(x.shape[0], *[1] * (ndim + 1 - x.ndim), *x.shape[1:])
 
-    return placed(a, in_dims[0]), placed(b, in_dims[1])
+def _with_first(dim: int | None, x: Tensor, ndim: int) -> Tensor:
+    if dim is None:
+        return x
+    x = x.movedim(dim, 0)
+    added = [1] * (ndim + 1 - x.ndim)
+    return x.reshape(x.shape[0], *added, *x.shape[1:])
 
 
 def ensure_sharded() -> None:
@@ -244,19 +264,24 @@ def _placements(a: Any, b: Any, *others: Any, **keywords: Any) -> list[Any]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    rows, columns, ndim = a.ndim, b.ndim, max(a.ndim, b.ndim)
-    rest = [None] * len(others)
+    ndim = max(a.ndim, b.ndim)
+    rest: list[Any] = [None] * len(others)
 
     def batch(x: Any, axis: int) -> Any:
         """Return the placement of an operand whose batch is split along an axis of the result."""
         own = axis - ndim + x.ndim
-        return Shard(own) if own >= 0 and x.shape[own] > 1 else Replicate()
+        if own < 0 or x.shape[own] == 1:
+            return Replicate()
+        return Shard(own)
 
-    chosen: list[tuple[Any, Any, Any]] = [
-        (Replicate(), Replicate(), Replicate()),
-        (Shard(ndim - 2), Shard(rows - 2), Replicate()),
-        (Shard(ndim - 1), Replicate(), Shard(columns - 1)),
-        (Partial(), Shard(rows - 1), Shard(columns - 2)),
-        *((Shard(i), batch(a, i), batch(b, i)) for i in range(ndim - 2)),
+    whole = Replicate()
+    inner = [Shard(a.ndim - 1), Shard(b.ndim - 2)]
+    found = [
+        ([whole], [whole, whole, *rest]),
+        ([Shard(ndim - 2)], [Shard(a.ndim - 2), whole, *rest]),
+        ([Shard(ndim - 1)], [whole, Shard(b.ndim - 1), *rest]),
+        ([Partial()], [*inner, *rest]),
     ]
-    return [([out], [of_a, of_b, *rest]) for out, of_a, of_b in chosen]
+    for axis in range(ndim - 2):
+        found.append(([Shard(axis)], [batch(a, axis), batch(b, axis), *rest]))
+    return found

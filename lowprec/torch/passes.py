@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowprec.modes import MathMode, Mode, Recipe, rules_of
+from lowprec.modes import MathMode, Mode, Recipe, row, rules_of
 from lowprec.torch.layer_names import Part
 
 _UNKNOWN = (
@@ -22,8 +22,10 @@ _UNKNOWN = (
 )
 
 
-def mode_of_product(scope: Any, mode: Mode, part: Part, is_matrix: bool) -> tuple[Mode, bool]:
-    """Return the mode of a product for a mode that quantises, and whether its operands change places."""
+def mode_of_product(scope: Any, mode: Mode | None, part: Part, is_matrix: bool) -> tuple[Any, bool]:
+    """Return the mode of a product in a layer of this mode, and whether its operands change places."""
+    if mode is None or not row(mode).quantizes:
+        return mode, False
     if not (scope.attention or (part.layer and is_matrix)):
         return MathMode.BF16, False
     if isinstance(mode, Recipe):
@@ -41,6 +43,8 @@ def _is_compiled() -> bool:
 
 @lru_cache(4096)
 def _refined(recipe: Recipe, part: Part, step: int) -> Recipe:
-    number = zlib.crc32(part.layer[0][0].encode()) % (1 << 20) if part.layer else 0
+    number = 0
+    if part.layer:
+        number = zlib.crc32(part.layer[0][0].encode()) % (1 << 20)
     knows_weight = bool(part.layer and part.place is not None and recipe.weight_block)
     return replace(recipe, step=step, layer=number, product=part.product, knows_weight=knows_weight)

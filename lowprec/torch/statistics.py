@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,21 +17,31 @@ from lowprec.recipes import Rule
 
 def measure(a: Tensor, b: Tensor, mode: Mode) -> Statistics:
     """Return the statistics of both operands, and the product's error relative to float64's, by Frobenius norms."""
-    a, b = a.detach(), b.detach()
-    exact = dispatch.matmul(*(x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b)))
-    error = float((dispatch.matmul(a, b, math_mode=mode) - exact).norm() / exact.norm()) if exact.any() else 0.0
+    a = a.detach()
+    b = b.detach()
+    error = _error(a, b, mode)
     if not row(mode).quantizes:
         least = row(mode).operand_format.smallest_normal
         return Statistics(_of_numbers(a, least), _of_numbers(b, least), error)
     first, second = rules_of(mode)
-    return Statistics(_of_codes(a, -1, first), _of_codes(b, -2 if b.ndim > 1 else -1, second), error)
+    return Statistics(_of_codes(a, -1, first), _of_codes(b, -min(b.ndim, 2), second), error)
+
+
+def _error(a: Tensor, b: Tensor, mode: Mode) -> float:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    exact = dispatch.matmul(a.to(wide), b.to(wide))
+    if not exact.any():
+        return 0.0
+    difference = dispatch.matmul(a, b, math_mode=mode) - exact
+    return float(difference.norm() / exact.norm())
 
 
 def _of_numbers(x: Tensor, least: float) -> OperandStatistics:
     size = x.abs()
     if not size.numel():
         return OperandStatistics()
-    return OperandStatistics(float(size.max()), float(((size > 0) & (size < least)).float().mean()))
+    underflow = (size > 0) & (size < least)
+    return OperandStatistics(float(size.max()), float(underflow.float().mean()))
 
 
 def _of_codes(x: Tensor, axis: int, rule: Rule) -> OperandStatistics:
@@ -39,19 +51,37 @@ def _of_codes(x: Tensor, axis: int, rule: Rule) -> OperandStatistics:
     numbers = np.moveaxis(np.atleast_2d(x.float().cpu().numpy()), axis, -1)
     with np.errstate(all="ignore"):
         rule = rule._replace(rounding="nearest", hadamard=0)
-        values = block_codes.rounded(numbers, -1, rule, np)[0]
+        values, *_ = block_codes.rounded(numbers, -1, rule, np)
         size = np.abs(numbers)
-        rows, k = numbers.shape[-2:]
-        high, wide = {"tensor": (rows, k), "vector": (1, k)}.get(rule.scaling, rule.block)
-        peaks = np.maximum.reduceat(size, np.arange(0, k, wide), -1)
-        peaks = np.maximum.reduceat(peaks, np.arange(0, rows, high), -2)
-        clipped = np.zeros(())
-        elements = rule.number_format
-        if rule.block_scale == "floor" and elements is not None:  # others scale the largest number into the range
-            unit = np.ldexp(1.0, np.frexp(peaks)[1] - 1 - elements.emax)
-            end = unit * (elements.largest + 2.0 ** (elements.emax - elements.precision))
-            clipped = size > np.repeat(end, wide, -1)[..., :k]
-        some = peaks[(peaks > 0) & np.isfinite(peaks)]
-        span = float(np.log2(some.max() / some.min())) if some.size else 0.0
-        underflow = float(((size > 0) & (values == 0)).mean())
-    return OperandStatistics(float(size.max()), underflow, float(clipped.mean()), span)
+        peaks, wide = _peaks(size, rule)
+        underflow = (size > 0) & (values == 0)
+        clipped = _clipped(size, peaks, wide, rule)
+        positive = peaks[(peaks > 0) & np.isfinite(peaks)]
+        span = 0.0
+        if positive.size:
+            span = float(np.log2(positive.max() / positive.min()))
+    return OperandStatistics(float(size.max()), float(underflow.mean()), clipped, span)
+
+
+def _peaks(size: Any, rule: Rule) -> tuple[Any, int]:
+    """Return the largest number of each block, and the width of the blocks."""
+    rows, k = size.shape[-2:]
+    high, wide = rule.block
+    if rule.scaling == "tensor":
+        high = rows
+    elif rule.scaling == "vector":
+        high = 1
+    if rule.scaling in ("tensor", "vector"):
+        wide = k
+    peaks = np.maximum.reduceat(size, np.arange(0, k, wide), -1)
+    return np.maximum.reduceat(peaks, np.arange(0, rows, high), -2), wide
+
+
+def _clipped(size: Any, peaks: Any, wide: int, rule: Rule) -> float:
+    elements = rule.number_format
+    if rule.block_scale != "floor" or elements is None:  # others scale the largest number into the range
+        return 0.0
+    unit = np.ldexp(1.0, np.frexp(peaks)[1] - 1 - elements.emax)
+    end = unit * (elements.largest + 2.0 ** (elements.emax - elements.precision))
+    beyond = size > np.repeat(end, wide, -1)[..., : size.shape[-1]]
+    return float(beyond.mean())

@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from lowprec.util.plain import finite
+from lowprec.util.plain import plain
 
 
 def write_file(path: str | os.PathLike[str], content: bytes, mode: int = 0o666) -> None:
@@ -37,4 +37,4 @@ def write_file(path: str | os.PathLike[str], content: bytes, mode: int = 0o666) 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = None) -> None:
     """Write a value to a JSON file, None for Inf and NaN."""
-    write_file(path, json.dumps(finite(value), indent=indent, allow_nan=False).encode())
+    write_file(path, json.dumps(plain(value), indent=indent, allow_nan=False).encode())

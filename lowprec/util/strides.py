@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from operator import mul
 
 Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
 
 #: The extent of a dimension, and its stride in each array, in elements.
-Dimension = tuple[int, tuple[int, ...]]
+Dimension = tuple[int, Shape]
 
 
-def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
+def contiguous_strides(shape: Shape, step: int = 1) -> Shape:
     """Return the strides of a row-major array without gaps, the last one ``step``; an extent of 0 counts as 1."""
     if len(shape) == 2:
         return (step * (shape[1] or 1), step)
@@ -27,14 +29,16 @@ def packed_strides(shape: Shape, strides: Shape) -> Shape:
 
     Batch axes along which the source is broadcast (stride 0) keep their stride.
     """
-    batch = [1 if stride == 0 else n for n, stride in zip(shape[:-2], strides, strict=False)]
+    batch = [n if stride else 1 for n, stride in zip(shape[:-2], strides, strict=False)]
     in_columns = len(shape) > 1 and strides[-2] == 1 != strides[-1]
-    found = contiguous_strides((*batch, *shape[-2:][:: -1 if in_columns else 1]))
-    core = found[len(batch) :][:: -1 if in_columns else 1]
-    return (*(s if stride else 0 for s, stride in zip(found, strides[:-2], strict=False)), *core)
+    order = -1 if in_columns else 1
+    found = contiguous_strides((*batch, *shape[-2:][::order]))
+    core = found[len(batch) :]
+    outer = [step if stride else 0 for step, stride in zip(found, strides[:-2], strict=False)]
+    return (*outer, *core[::order])
 
 
-def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+def reach(shape: Shape, strides: Shape) -> tuple[int, int]:
     """Return the offsets of the first and the last element in memory from the element with all indices zero."""
     first = last = 0
     for extent, stride in zip(shape, strides, strict=True):
@@ -45,7 +49,7 @@ def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
     return first, last
 
 
-def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def overlaps_itself(shape: Shape, strides: Shape) -> bool:
     """Whether two indices of a view may refer to the same element.
 
     True for every view with such indices, and also for interleaved strides without them (3 and 2 over shape
@@ -54,7 +58,10 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     if 0 in shape:
         return False
     reach = 0
-    for stride, extent in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+    pairs = zip(map(abs, strides), shape, strict=True)
+    for stride, extent in sorted(pairs):
+        if extent == 1:
+            continue
         if stride <= reach:
             return True
         reach += stride * (extent - 1)
@@ -71,17 +78,17 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
     for extent, strides in dimensions:
         if extent == 1:
             continue
-        if result and result[-1][1] == tuple(extent * s for s in strides):
-            result[-1] = (result[-1][0] * extent, strides)
-        else:
-            result.append((extent, strides))
+        if result:
+            outer, outer_strides = result[-1]
+            if outer_strides == tuple(extent * s for s in strides):
+                result[-1] = (outer * extent, strides)
+                continue
+        result.append((extent, strides))
     return result
 
 
 def offsets_of(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Shape]:
     """Yield for each index over the dimensions the offset of each array, in elements."""
+    columns = [[strides[i] for _, strides in dimensions] for i in range(arrays)]
     for indices in product(*(range(extent) for extent, _ in dimensions)):
-        yield tuple(
-            sum(index * strides[i] for index, (_, strides) in zip(indices, dimensions, strict=True))
-            for i in range(arrays)
-        )
+        yield tuple(sum(map(mul, indices, column)) for column in columns)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import zip_longest
+from itertools import compress, zip_longest
 
 _GAP = 2
 
@@ -25,11 +25,12 @@ class Table:
     def headings(self) -> list[str]:
         return [c.removeprefix(">") for c in self.columns]
 
-    def narrower(self) -> Table:
-        first, *others = self.optional
-        kept = [i for i, heading in enumerate(self.headings) if heading != first]
-        columns, *rows = ([line[i] for i in kept] for line in (self.columns, *self.rows))
-        return replace(self, columns=columns, rows=rows, optional=others)
+    def without(self, dropped: str) -> Table:
+        """Return the table without the column of this heading."""
+        kept = [heading != dropped for heading in self.headings]
+        rows = [list(compress(row, kept)) for row in self.rows]
+        optional = [heading for heading in self.optional if heading != dropped]
+        return replace(self, columns=list(compress(self.columns, kept)), rows=rows, optional=optional)
 
 
 def fill(text: str, width: int, hang: int = 0) -> str:
@@ -39,43 +40,62 @@ def fill(text: str, width: int, hang: int = 0) -> str:
 
 def plain_text(table: Table, width: int = sys.maxsize) -> str:
     """Return the table as text; if it exceeds the width, without optional columns, or else as one table per row."""
-    lines = [*([table.headings] if table.rows and any(table.headings) else []), *table.rows]
+    lines = list(table.rows)
+    if lines and any(table.headings):
+        lines = [table.headings, *lines]
     columns = list(zip(*lines, strict=True))
-    right = [c.startswith(">") for c in table.columns]
     widths = [max(map(len, column), default=0) for column in columns]
-    words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
-    least = [widths[i] if right[i] else words[i] for i in range(len(columns))]
+    least = list(map(_least_width, table.columns, columns))
     available = width - _GAP * len(columns)
-    if sum(least) > available and table.optional:
-        return plain_text(table.narrower(), width)
+    is_narrow = sum(least) > available
+    if is_narrow and table.optional:
+        return plain_text(table.without(table.optional[0]), width)
     text = [fill(table.title, width)]
-    if sum(least) > available and len(columns) > 1:
-        for name, *cells in table.rows:
-            rows = [[x, cell] if x else [cell] for x, cell in zip(table.headings[1:], cells, strict=True)]
-            text.append(plain_text(Table(name, [""] * len(rows[0]), rows), width))
+    if is_narrow and len(columns) > 1:
+        text += [plain_text(_of_row(table, row), width) for row in table.rows]
         return "\n".join(text)
     while sum(widths) > available and widths != least:
-        widest = max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)
-        widths[widest] -= 1
+        shrinking = [i for i, w in enumerate(widths) if w > least[i]]
+        widths[max(shrinking, key=widths.__getitem__)] -= 1
     for line in lines:
-        broken = [fill(cell, max(widths[i], 1)).splitlines() for i, cell in enumerate(line)]
+        broken = [fill(cell, max(w, 1)).splitlines() for cell, w in zip(line, widths, strict=True)]
         for parts in zip_longest(*broken, fillvalue=""):
-            aligned = [x.rjust(widths[i]) if right[i] else x.ljust(widths[i]) for i, x in enumerate(parts)]
+            aligned = map(_aligned, table.columns, parts, widths)
             text.append((" " * _GAP).join(["", *aligned]).rstrip())
     return "\n".join(text)
 
 
-def html(table: Table, remarks: Sequence[str] = ()) -> str:
-    """Return the table as HTML with remarks below it; it sets no colours, to suit every theme of a notebook."""
+def _least_width(heading: str, cells: Sequence[str]) -> int:
+    """Return the width below which a column cannot be broken: numbers stay whole."""
+    parts = cells if heading.startswith(">") else " ".join(cells).split()
+    return max(map(len, parts), default=0)
+
+
+def _aligned(heading: str, cell: str, width: int) -> str:
+    if heading.startswith(">"):
+        return cell.rjust(width)
+    return cell.ljust(width)
+
+
+def _of_row(table: Table, row: Sequence[str]) -> Table:
+    """Return one row as a table of headings and cells under its first cell."""
+    name, *cells = row
+    _, *headings = table.headings
+    pairs = [[x, cell] if x else [cell] for x, cell in zip(headings, cells, strict=True)]
+    return Table(name, [""] * len(pairs[0]), pairs)
+
+
+def html(table: Table) -> str:
+    """Return the table as HTML; it sets no colours, to suit every theme of a notebook."""
+    sides = ["right" if column.startswith(">") else "left" for column in table.columns]
 
     def row(cells: Sequence[str], tag: str) -> str:
-        return "".join(
-            f'<{tag} style="text-align: {"right" if column.startswith(">") else "left"}">{escape(cell)}</{tag}>'
-            for cell, column in zip(cells, table.columns, strict=True)
-        )
+        pairs = zip(cells, sides, strict=True)
+        return "".join(f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in pairs)
 
-    head = f"<thead><tr>{row(table.headings, 'th')}</tr></thead>" if any(table.headings) else ""
+    head = ""
+    if any(table.headings):
+        head = f"<thead><tr>{row(table.headings, 'th')}</tr></thead>"
     body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in table.rows)
     caption = f'<caption style="text-align: left">{escape(table.title)}</caption>'
-    below = "".join(f"<div>{escape(remark)}</div>" for remark in remarks)
-    return f"<table>{caption}{head}<tbody>{body}</tbody></table>{below}"
+    return f"<table>{caption}{head}<tbody>{body}</tbody></table>"

@@ -87,7 +87,7 @@ def test_table_json_and_plot(tmp_path):
     report = gradient_report(np.float32([1e-9, 1e-3]))
     assert "float16             1  50.0000%" in str(report)
     assert report._repr_html_().count("<tr>") == 7
-    report.write_json(tmp_path / "report.json")
+    report.to_json(tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text()) == report.to_dict()
     assert report.to_dict()["exponents"] == {"-30": 1, "-10": 1}
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

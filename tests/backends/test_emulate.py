@@ -10,12 +10,13 @@ import pytest
 import lowprec
 import lowprec.planning
 from backends.tensor_core_oracle import dot
-from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
+from lowprec import ArrayError, DTypeError, SettingError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE
+from lowprec.planning.gpus import MODELS
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.resolution import emulated_architecture
 from support.oracles import bfloat16
@@ -361,7 +362,7 @@ def test_the_innermost_counts():
 
 @pytest.mark.parametrize("name", ["kepler", "", None, 8])
 def test_other_architectures_are_refused(name):
-    with pytest.raises(UnsupportedError, match="choose one of: volta, ampere, ada, hopper, black"):
+    with pytest.raises(SettingError, match="choose one of: volta, ampere, ada, hopper, black"):
         emulate(name)
 
 
@@ -422,9 +423,17 @@ def test_mma_refuses_the_rest():
         mma(ONE, ONE.astype(np.float64), ONE, arch="hopper", format="fp16")
     with pytest.raises(UnsupportedError, match=r"Volta do not support tf32; .* float16$"):
         mma(ONE, ONE, ONE, arch="volta", format="tf32")
-    with pytest.raises(UnsupportedError, match="format 'fp8' is not emulated; choose one of: fp16"):
+    with pytest.raises(SettingError, match="format 'fp8' is not emulated; choose one of: fp16"):
         mma(ONE, ONE, ONE, arch="hopper", format="fp8")
-    with pytest.raises(UnsupportedError, match="format 16 is not emulated"):
+    with pytest.raises(SettingError, match="format 16 is not emulated"):
         mma(ONE, ONE, ONE, arch="hopper", format=16)  # type: ignore[arg-type]
     with pytest.raises(ArrayError, match="list"):
         mma([[1.0]], ONE, ONE, arch="hopper", format="fp16")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.key)
+def test_a_model_of_a_gpu_has_its_generation_as_suggestion(model):
+    generations = [str(x) for x in Architecture if x.capability == model.compute_capability]
+    end = f"; did you mean '{generations[0]}'\\?" if generations else "blackwell"
+    with pytest.raises(SettingError, match=f"not emulated; choose one of: volta.*{end}$"):
+        emulate(model.key)

@@ -123,7 +123,7 @@ def test_scales_are_checked():
         lowprec.matmul(x, y, scale_b=2.0)
     with pytest.raises(lowprec.DTypeError, match="scale_a must be a number or one float32"):
         lowprec.matmul(x, y, scale_a=np.ones(2, np.float32))
-    with pytest.raises(lowprec.UnsupportedError, match=r"alpha is .* float32 cannot represent"):
+    with pytest.raises(lowprec.SettingError, match=r"alpha is .* float32 cannot represent"):
         lowprec.matmul(x, x, scale_a=1e30, scale_b=1e30)
     c = np.full((4, 4), 2.0, np.float32)
     found = lowprec.matmul(x, x, scale_a=0.5, scale_b=np.float32(3), alpha=2.0, beta=1.0, c=c, out_dtype=np.float32)
@@ -157,3 +157,21 @@ def test_contractions():
         np.testing.assert_array_equal(found, want.astype(np.float32))
     assert lowprec.einsum("ij,jk->ik", a, b, out_dtype=E4M3).dtype == E4M3
     assert lowprec.einsum("ij,jk,kl->il", a, b, a).dtype == BF16
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stack", [(), (2,)], ids=str)
+def test_prepared_operands_have_the_same_bits(shape, stack):
+    """E4M3 numbers along k are kept in the order of FP32 units; NaN is found by column."""
+    m, n, k = shape
+    rng = np.random.default_rng(sum(shape))
+    a, b = rng.standard_normal((*stack, m, k)).astype(F32), rng.standard_normal((*stack, n, k)).astype(E4M3)
+    b[..., 0, k - 1] = b[..., n - 1, 0] = np.nan
+    for weight in (b.swapaxes(-1, -2), b.swapaxes(-1, -2).copy()):
+        prepared = lowprec.prepare(weight)
+        for x, mode in ((a, "fp32"), (a, "bf16"), (a, "tf32x3"), (a.astype(BF16), None)):
+            want, found = (lowprec.matmul(x, y, math_mode=mode).astype(F32) for y in (weight, prepared))
+            assert np.isnan(want).any(axis=tuple(range(want.ndim - 1))).sum() == 2
+            np.testing.assert_array_equal(found, want)
+        if lowprec.plan(a, weight).kernel_row.decodes_b:
+            assert (prepared.packed_bytes > 0) == (weight.strides[-2] == 1)

@@ -33,11 +33,11 @@ def _operands(example, plan):
     stored = (example.a.array, example.b.array)
     dtype = numpy_dtype(promoted(*(x.dtype.name for x in stored)))
     wide = [x.astype(dtype) for x in stored]
-    if row(plan.scheme).parts > 1 or not plan.mode_has_effect:
+    if row(plan.runs_as).parts > 1 or not plan.mode_has_effect:
         return wide[0], wide[1]
-    x, y = oracles.round_both(*wide, str(plan.scheme))
+    x, y = oracles.round_both(*wide, str(plan.runs_as))
     # Numbers of the mode's own format stay what they are, however far apart they are.
-    kept = [s.dtype == np.float16 and plan.scheme == "fp16" for s in stored]
+    kept = [s.dtype == np.float16 and plan.runs_as == "fp16" for s in stored]
     return wide[0] if kept[0] else x, wide[1] if kept[1] else y
 
 
@@ -50,12 +50,12 @@ def _sums(x, y, of):
 def _product_error(example, plan, x, y):
     """Return a bound of the product's error, element by element."""
     stored = (example.a.array, example.b.array)
-    scheme = str(plan.scheme)
+    scheme = str(plan.runs_as)
     dtype = numpy_dtype(promoted(*(s.dtype.name for s in stored)))
     if plan.mode_has_effect and scheme == "fp64":
         how = oracles.arithmetic(np.float64(0), np.float64(0), "fp32")
         return 2 * oracles.accumulation_bound(x, y, scheme, how)
-    if not plan.mode_has_effect or row(plan.scheme).parts == 1:
+    if not plan.mode_has_effect or row(plan.runs_as).parts == 1:
         probes = stored if stored[0].dtype == stored[1].dtype else (np.zeros(0, dtype),) * 2
         how = oracles.arithmetic(*probes, scheme if plan.mode_has_effect else "fp32")
         return 1.01 * oracles.accumulation_bound(x, y, scheme, how) + 2.0**-148

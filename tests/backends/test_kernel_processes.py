@@ -246,6 +246,7 @@ def test_a_subinterpreter_is_refused():
         except RuntimeError as error:
             found = error
         interpreters.destroy(made)
-        print("subinterpreter" in str(found))  # in some versions ml_dtypes refuses it first
+        # In 3.12 ctypes refuses it first.
+        print("lowprec cannot be imported in a subinterpreter" in str(found) or "module _ctypes" in str(found))
     """
     assert run_python(code) == "True"

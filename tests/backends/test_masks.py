@@ -66,6 +66,38 @@ def test_products_below_a_limit(isa):
     assert bool(found["used"]) is bool(found["units"])
 
 
+# Roundings, loss scaling and emulated products find the units themselves, in the order of `lp_unit`.
+_FUNCTIONS = """
+import ctypes, json
+import numpy as np
+import lowprec
+from lowprec.backends.cpu import library
+
+x = np.ones((4, 64), np.float32)
+lowprec.quantize(x, "mxfp8")
+found = library.functions()
+at, scale, rows = x.ctypes.data, ctypes.c_float(), np.array([[x.ctypes.data, x.ctypes.data, x.size, 0]])
+q = library.Quantizer(1, 4, 64, 64, 1, 64, 1, block_vectors=1, block_k=32, scaling=2)
+core = library.TensorCore(16, 24, -126, -126, 23, 0)
+statuses = (
+    found.quantize(ctypes.addressof(q), at, np.empty(256, np.int16).ctypes.data, None, ctypes.addressof(scale), 1),
+    found.unscale(rows.ctypes.data, 1, 1.0, 1),
+    found.emulate(at, at, np.zeros((4, 4), np.float32).ctypes.data, 4, 4, 4, ctypes.addressof(core), 1),
+)
+print(json.dumps({"statuses": statuses, "units": [x for i, x in enumerate(library.UNITS) if found.units() >> i & 1]}))
+"""
+
+
+@needs_x86_64
+@pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_other_functions_below_a_limit(isa):
+    found = json.loads(run_python(_FUNCTIONS, LOWPREC_MAX_CPU_ISA=isa))
+    assert set(found["units"]) == ALLOWED[isa] & library.units()
+    none = [library.UNSUPPORTED, -1, library.UNSUPPORTED]
+    assert found["statuses"] == (none if isa == "baseline" else [library.OK, 0, library.OK])
+
+
 def test_an_unknown_limit_is_refused_before_any_work_and_reported_by_info():
     program = """
 import json, numpy as np, lowprec

@@ -10,8 +10,11 @@ import pytest
 
 import lowprec
 from lowprec import recipes
+from lowprec.backends.cpu import products
 from lowprec.formats import BLOCK_FORMATS, FLOAT8_E5M2, FLOAT8_E8M0FNU, BlockFormat
 from lowprec.modes import available_modes
+from lowprec.planning import Summation
+from support import cpu_units, machines
 from support.programs import in_threads
 
 #: Blocks along another axis are tested, too.
@@ -176,7 +179,7 @@ def test_the_plan_shows_decoded_and_widened_operands():
     wrong = lowprec.plan(a, lowprec.quantize(b, "mxfp4"))
     assert [(copy.operand, copy.nbytes) for copy in wrong.copies] == [("b", 2 * b.size)]
     assert "its mxfp4 numbers are widened to bfloat16" in wrong.copies[0].reason
-    left = lowprec.plan(lowprec.quantize(a, "nvfp4"), q)
+    left = lowprec.plan(lowprec.quantize(a, "mxfp8"), q)
     assert left.copies[0].operand == "a"
     # 17 bytes per 32 codes of 4 bits.
     assert made.bytes_moved == a.nbytes + 17 * b.size // 32 + 64 * 128 * 2
@@ -290,8 +293,11 @@ def test_codes_are_read_in_place_and_freed():
         assert prepared.packed_bytes == 0
         gaps = lowprec.QuantizedArray(*(x[::2] for x in (q.codes, q.scales)), "nvfp4", (256, 160), 0, q.scale)
         prepared = lowprec.prepare(gaps)
-        lowprec.matmul(a, gaps)
-        assert prepared.packed_bytes == gaps.nbytes  # which must be contiguous
+        for mode in ("fp32", "bf16", "tf32"):
+            np.testing.assert_array_equal(
+                lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, gaps, math_mode=mode)
+            )
+        assert prepared.packed_bytes == gaps.nbytes  # one copy in the order of vectors, of 160 columns and 256 of k
         del gaps
     weak = weakref.ref(q)
     gc.disable()
@@ -319,10 +325,11 @@ def test_out_may_share_memory_with_codes_and_scales():
         np.testing.assert_array_equal(lowprec.matmul(a, shared, out=out, math_mode="bf16x3"), want)
 
 
-def test_blocks_along_another_axis_give_a_warning(monkeypatch):
+@pytest.mark.parametrize("fmt", ["mxfp4", "int8"])
+def test_blocks_along_another_axis_give_a_warning(fmt, monkeypatch):
     monkeypatch.setattr("lowprec.errors._given", set())
-    a, q = np.ones((8, 64), BF16), lowprec.quantize(np.ones((64, 51), np.float32), "mxfp4")
-    if not lowprec.plan(a, lowprec.quantize(np.ones((64, 51), np.float32), "mxfp4", axis=0)).kernel_row.decodes_b:
+    a, q = np.ones((8, 64), BF16), lowprec.quantize(np.ones((64, 51), np.float32), fmt)
+    if not lowprec.plan(a, lowprec.quantize(np.ones((64, 51), np.float32), fmt, axis=0)).kernel_row.decodes_b:
         lowprec.matmul(a, q)
         return
     with pytest.warns(lowprec.LowprecWarning, match="summed over: axis=-2, or -1 for the weight of linear$"):
@@ -349,9 +356,99 @@ def test_arguments_of_a_quantised_array_are_checked():
         ),
         ({"shape": 40}, lowprec.ShapeError, "shape is a tuple of integers"),
         ({"axis": 2}, lowprec.ShapeError, "axis: axis 2 is out of bounds"),
-        ({"scale": 0.0}, lowprec.DTypeError, "scale of nvfp4 is a positive number, got 0.0"),
-        ({"scale": "2"}, lowprec.DTypeError, "scale of nvfp4 is a positive number"),
-        ({"scale": float("nan")}, lowprec.DTypeError, "scale of nvfp4 is a positive number"),
+        ({"scale": 0.0}, lowprec.SettingError, "scale of nvfp4 is a positive number, got 0.0"),
+        ({"scale": "2"}, lowprec.SettingError, "scale of nvfp4 is a positive number"),
+        ({"scale": float("nan")}, lowprec.SettingError, "scale of nvfp4 is a positive number"),
     ):
         with pytest.raises(error, match=words):
             lowprec.QuantizedArray(**parts | change)
+
+
+def random_codes(rng, fmt, vectors, k, axis, *, moderate):
+    """Return an array of random codes with scales of moderate size or of any, NaN included."""
+    row = BLOCK_FORMATS.get(fmt) or lowprec.quantize(np.ones((2, 2), np.float32), fmt)._row
+    blocks = -(-k // row.block) if row.block > 0 else 1
+    codes = rng.integers(0, 256, (vectors, blocks * row.block * row.bits // 8 if row.block > 0 else k), np.uint8)
+    if row.has_float_scales:
+        scales = np.exp2(rng.uniform(-3, 3, (vectors, blocks))).astype(np.float32)
+    else:
+        low, high = {"mxfp4": (110, 145), "nvfp4": (40, 80)}[fmt] if moderate else (0, 256)
+        scales = rng.integers(low, high, (vectors, blocks), np.uint8)
+    shape = (vectors, k) if axis else (k, vectors)
+    return lowprec.QuantizedArray(codes, scales, fmt, shape, axis, 1.0)
+
+
+BLOCKS_OF_B = ["mxfp4", "nvfp4", "int4", "int8"]
+INT8_UNITS = [x for x in cpu_units.UNITS if x.startswith("int8") and x != "int8_amx"]
+
+
+@pytest.mark.parametrize("moderate", [True, False], ids=["moderate", "any scale"])
+@pytest.mark.parametrize("fmt", BLOCKS_OF_B)
+@pytest.mark.parametrize("of_a", ["mxfp4", "nvfp4"])
+def test_integers_in_blocks_have_the_same_bits_everywhere(of_a, fmt, moderate, monkeypatch):
+    monkeypatch.setattr(products, "_ALONE", 0)
+    rng = np.random.default_rng(8)
+    for m, n, k in [(1, 70, 500), (2, 33, 16), (3, 5, 7), (7, 70, 1030), (40, 130, 515)]:
+        a = random_codes(rng, of_a, m, k, 1, moderate=moderate)
+        b = random_codes(rng, fmt, n, k, 0, moderate=moderate)
+        with machines.on("NumPy alone"):
+            want = lowprec.matmul(a, b, out_dtype="float32")
+        x, y = a.dequantize(), b.dequantize()
+        if k <= 32 and fmt == "mxfp4" and moderate:  # one block, whose sum is exact
+            np.testing.assert_array_equal(want, (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32))
+        if moderate:
+            check(a, b, want, out_dtype="float32")
+        for unit in filter(cpu_units.has, INT8_UNITS):
+            with machines.only(unit):
+                assert lowprec.plan(a, b).kernel_row.summation is Summation.BLOCKS
+                for other in (b, lowprec.prepare(b)):
+                    found = lowprec.matmul(a, other, out_dtype="float32")
+                    np.testing.assert_array_equal(found, want)
+                    np.testing.assert_array_equal(np.signbit(found)[found == 0], np.signbit(want)[want == 0])
+
+
+@pytest.mark.parametrize("of_b", [None, *BLOCKS_OF_B])
+@pytest.mark.parametrize("mode", ["int8_blocks", lowprec.Recipe("int8_blocks", rounding="stochastic", seed=1)], ids=str)
+def test_int8_in_blocks_has_the_same_bits_everywhere(mode, of_b, monkeypatch):
+    """Weights by the mode, and quantised ones; int4 with zeros. A batch that is broadcast has the rows' bits."""
+    monkeypatch.setattr(products, "_ALONE", 0)
+    rng = np.random.default_rng(9)
+    for m, n, k in [(1, 70, 500), (3, 5, 7), (40, 130, 1030)]:
+        a, b = rng.standard_normal((m, k), np.float32), rng.standard_normal((k, n), np.float32)
+        weights = [b]
+        if of_b:
+            weights = [lowprec.quantize(b, of_b, axis=0)]
+        if of_b == "int4":
+            weights += [lowprec.quantize(b, of_b, axis=0, group=g, symmetric=False) for g in (32, 128)]
+        for weight in weights:
+            with machines.on("NumPy alone"):
+                want = lowprec.matmul(a, weight, math_mode=mode)
+            made = check(a, weight, want, math_mode=mode)
+            assert made.kernel_row.summation is Summation.BLOCKS
+            for unit in filter(cpu_units.has, INT8_UNITS):
+                with machines.only(unit):
+                    prepared = lowprec.prepare(weight, math_mode=None if of_b else mode)
+                    for x in (a, np.asfortranarray(a), np.broadcast_to(a, (2, m, k))):
+                        for y in (weight, prepared):
+                            found = lowprec.matmul(x, y, math_mode=mode)
+                            np.testing.assert_array_equal(found, np.broadcast_to(want, found.shape))
+
+
+def test_scales_whose_product_overflows_leave_zeros_alone():
+    """E8M0 scales of 2^127 and 2^-127; a NaN scale; sums that overflow on the way stay infinite."""
+    codes = np.full((1, 32), 0x77, np.uint8)  # 6
+    codes[0, 16:] = 0xF7  # 6, -6
+    zeros = np.zeros((1, 32), np.uint8)
+
+    def products(a, b, of_a, of_b):
+        x = lowprec.QuantizedArray(a, np.array([of_a], np.uint8), "mxfp4", (1, 64), 1)
+        y = lowprec.QuantizedArray(b, np.array([of_b], np.uint8), "mxfp4", (64, 1), 0)
+        return float(lowprec.matmul(x, y, out_dtype="float32")[0, 0])
+
+    with machines.without(["bf16_amx"]):
+        assert products(zeros, codes, (254, 254), (254, 254)) == 0
+        assert products(codes, codes, (254, 0), (0, 254)) == 36 * 64
+        assert products(codes, codes, (0, 0), (0, 0)) == 0
+        assert products(codes, codes, (254, 254), (100, 100)) == 36 * 64 * 2.0**100
+        assert products(codes, codes, (254, 254), (254, 254)) == np.inf
+        assert np.isnan(products(zeros, codes, (255, 127), (127, 127)))

@@ -6,6 +6,7 @@ import pytest
 
 import lowprec
 from lowprec import recipes
+from lowprec.backends.cpu import library, quantizing
 from lowprec.recipes import Recipe
 from support import cpu_units, machines, quantized_cases
 from support.programs import in_threads
@@ -148,9 +149,13 @@ def test_long_sums_of_integers_do_not_overflow():
 
 
 @pytest.mark.parametrize("mode", [*MODES, Recipe("mxfp8", scale_rule="rceil")])
-def test_a_prepared_operand_is_rounded_once(mode, monkeypatch):
-    from lowprec.backends.cpu import quantized_products
+@pytest.mark.parametrize("hidden", [(), cpu_units.UNITS], ids=["kernels", "numpy"])
+def test_a_prepared_operand_is_rounded_once(mode, hidden):
+    with machines.without(hidden):
+        check_a_prepared_operand(mode)
 
+
+def check_a_prepared_operand(mode):
     rng = np.random.default_rng(4)
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((20, 200), (200, 30)))
     prepared = lowprec.prepare(b, math_mode=mode)
@@ -158,11 +163,10 @@ def test_a_prepared_operand_is_rounded_once(mode, monkeypatch):
     assert np.array_equal(lowprec.matmul(a, prepared, math_mode=mode), expected)
     assert prepared.packed_bytes > 0
     assert prepared.math_mode == mode
-    rounded = []
-    quantize = quantized_products.quantize_view
-    monkeypatch.setattr(quantized_products, "quantize_view", lambda *x: rounded.append(x) or quantize(*x))
+    prepared._view.ndarray().setflags(write=True)
+    prepared._view.ndarray()[...] = np.nan
     assert np.array_equal(lowprec.matmul(a, prepared, math_mode=mode), expected)
-    assert len(rounded) == 1
+    prepared._view.ndarray()[...] = b
     assert np.array_equal(lowprec.matmul(b.T, prepared.T.T, math_mode="bf16"), lowprec.matmul(b.T, b, math_mode="bf16"))
     assert "keeps its packed b" in str(lowprec.plan(a, prepared, math_mode=mode).prepared)
 
@@ -223,16 +227,24 @@ def test_rtol_may_choose_integers_by_the_probable_bound():
     assert bound.probable < 0.05
 
 
-def test_memory_of_rounded_operands_is_kept_and_released():
-    from lowprec.backends.cpu import workspaces
+@pytest.mark.parametrize("mode", MODES)
+def test_the_rounding_of_a_layout_is_described_once(mode, monkeypatch):
+    rng = np.random.default_rng(18)
+    a, b = rng.standard_normal((2, 40, 64), np.float32), rng.standard_normal((64, 50), np.float32)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    monkeypatch.setattr(quantizing, "add_rule", None)
+    np.testing.assert_array_equal(lowprec.matmul(a.copy(), b.copy(), math_mode=mode), want)
 
+
+@pytest.mark.skipif(not library.units(), reason="lowprec has no kernels")
+def test_memory_of_rounded_operands_is_kept_and_released():
     a = np.random.default_rng(9).standard_normal((400, 400), dtype=np.float32)
     expected = lowprec.matmul(a, a, math_mode="mxfp8")
-    assert sum(map(len, workspaces._kept.values())) >= 2
+    assert library.functions().kept_bytes() >= 2 * 2 * a.size
     results = in_threads(4, lambda _: [lowprec.matmul(a, a, math_mode="mxfp8") for _ in range(10)])
     assert all(np.array_equal(x, expected) for each in results for x in each)
     lowprec.release_memory()
-    assert not any(workspaces._kept.values())
+    assert library.functions().kept_bytes() == 0
 
 
 @pytest.mark.parametrize(
@@ -248,6 +260,9 @@ def test_a_sum_of_zero_with_large_scales_is_zero(mode):
         b = np.array([[large], [-large]], np.float32)
         assert (lowprec.matmul(a, b, math_mode=mode)[0] == 0).all()
         assert np.isposinf(lowprec.matmul(a, abs(b), math_mode=mode)[0]).all()
+        a, b = np.array([[3e38, 0], [np.nan, 0]], np.float32), np.array([[0], [large]], np.float32)
+        if mode not in OF_TENSOR:
+            assert lowprec.matmul(a, b, math_mode=mode)[0] == 0
 
 
 def test_small_results_with_large_scales():
@@ -266,3 +281,12 @@ def test_int8_has_the_same_bits_by_numpy(shape):
     with machines.without(cpu_units.UNITS):
         assert lowprec.plan(a, b, math_mode="int8").kernel == "numpy"
         np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode="int8"), expected)
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "int8", "fp8_blocks"])
+def test_alpha_zero_reads_no_operand(mode, rng):
+    a = rng.standard_normal((16, 17)).astype(np.float32)
+    a[3, 4] = np.nan
+    b = rng.standard_normal((17, 3)).astype(np.float32)
+    product = lowprec.matmul(a, b, math_mode=mode, alpha=0.0)
+    assert np.array_equal(product.view(np.int32), np.zeros((16, 3), np.int32))

@@ -120,7 +120,7 @@ def test_k_chunk_holds_in_every_storage_that_is_summed_in_floating_point(rng):
 @pytest.mark.parametrize("k_chunk", [0, -1, 1.5, True, "8"])
 def test_k_chunk_must_be_a_length(k_chunk):
     a = np.ones((4, 4), np.float32)
-    with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
+    with pytest.raises(lowprec.SettingError, match="k_chunk must be an integer of at least 1, got"):
         lowprec.matmul(a, a, k_chunk=k_chunk)
 
 

@@ -42,6 +42,23 @@ def test_kept_memory_is_bounded():
     lowprec.release_memory()
 
 
+@needs_library
+@pytest.mark.parametrize(
+    ("m", "k", "n", "mode", "most"),
+    [
+        pytest.param(1, 1 << 22, 1, "fp32", 8 << 20, id="dot"),
+        pytest.param(1, 1 << 22, 1, "bf16", 8 << 20, id="dot-bf16"),
+        pytest.param(4, 1 << 20, 4, "fp32", 8 << 20, id="few-rows-and-columns"),
+        pytest.param(1, 1 << 20, 40, "fp32", 8 << 20, id="one-row"),
+        pytest.param(300, 4096, 6144, "bf16x6", 128 << 20, id="columns-of-b"),
+    ],
+)
+def test_packed_operands_are_bounded(m, k, n, mode, most):
+    lowprec.release_memory()
+    lowprec.matmul(np.ones((m, k), np.float32), np.ones((k, n), np.float32), math_mode=mode)
+    assert 0 < kept_bytes() <= most
+
+
 class OutOfMemoryError(RuntimeError):
     """As PyTorch has it."""
 

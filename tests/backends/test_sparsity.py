@@ -136,6 +136,8 @@ def test_predictions():
         found = lowprec.plan(a, prepared, device=device).sparsity
         assert found is not None
         assert found.kind is kind
+    quantised = lowprec.plan(a, prepared, device="h100", math_mode="int8").sparsity
+    assert "b as it is stored" in str(quantised)
     text = " ".join(str(lowprec.plan(a, prepared, device="h100")).split())
     assert "2:4: cuSPARSELt multiplies at most half of b, which takes 0.5625 of its bytes in addition" in text
 

@@ -9,6 +9,7 @@ import time
 import pytest
 import threadpoolctl
 
+import lowprec
 from lowprec.backends.cpu import library, threads
 from support.programs import in_threads, run_python
 
@@ -118,6 +119,57 @@ def test_variables_of_blas_act_on_it():
     assert run_python(code, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1") == "1"
 
 
+@pytest.mark.parametrize("has_openblas", [True, False])
+@pytest.mark.parametrize(
+    ("variables", "limit"),
+    [
+        ({"OMP_NUM_THREADS": "3,2"}, 3),
+        ({"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"}, 5),
+        ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"}, 2),
+        ({"OMP_NUM_THREADS": "no number"}, 64),
+        ({"LOWPREC_NUM_THREADS": "7"}, 7),
+    ],
+)
+def test_variables_of_threads(variables, limit, has_openblas, monkeypatch):
+    """Variables of OpenBLAS are read where it is not found, as with MKL, Accelerate, and without `/proc`."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LOWPREC_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threads, "affinity", lambda: 64)
+    monkeypatch.setattr(threads, "_read", lambda path: "")
+    monkeypatch.setattr(threads, "_openblas_getter", lambda: (lambda: 64) if has_openblas else None)
+    monkeypatch.setattr(threads, "_limits", threads._Limits())
+    is_own = "MKL_NUM_THREADS" in variables or "LOWPREC_NUM_THREADS" in variables
+    assert threads.num_threads() == (64 if has_openblas and not is_own else limit)
+
+
+@pytest.mark.parametrize("text", ["two", "0", "-1", "1.5"])
+def test_an_illegal_number_of_threads_is_an_error(text, monkeypatch):
+    monkeypatch.setenv("LOWPREC_NUM_THREADS", text)
+    monkeypatch.setattr(threads, "_limits", threads._Limits())
+    message = rf"LOWPREC_NUM_THREADS must be a positive number, got '{text}'"
+    with pytest.raises(lowprec.EnvironmentVariableError, match=message):
+        threads.num_threads()
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
+        ({"/sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
+        ({"/proc/self/cgroup": "1:cpu:/x\n0::/a/b\n", "/sys/fs/cgroup/a/b/cpu.max": "200000 100000\n"}, 2),
+        ({"/proc/self/cgroup": "0::/a/b\n", "/sys/fs/cgroup/a/cpu.max": "50000 100000\n",
+          "/sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 1),
+        ({"/proc/self/cgroup": "0::/a\n", "/sys/fs/cgroup/a/cpu.max": "max 100000\n"}, sys.maxsize),
+        ({}, sys.maxsize),
+    ],
+)  # fmt: skip
+def test_the_quotas_of_nested_control_groups(files, cpus, monkeypatch):
+    monkeypatch.setattr(threads, "_read", lambda path: files.get(path, ""))
+    assert threads._cgroup_cpus() == cpus
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks")
 @pytest.mark.parametrize("pinned_first", [True, False])
 def test_the_affinity_is_the_calling_threads(pinned_first, monkeypatch):
@@ -137,6 +189,27 @@ def test_the_affinity_is_the_calling_threads(pinned_first, monkeypatch):
     thread.join()
     assert found == [1]
     assert threads.num_threads() == free
+
+
+@needs_library
+@pytest.mark.skipif(os.name != "posix", reason="stacks of Windows grow")
+def test_small_products_need_little_stack():
+    code = """
+        import threading
+        import numpy as np
+        import lowprec
+        x = np.ones((16, 16), np.float32)
+        def multiply():
+            for mode in ("fp32", "bf16", "fp16", "fp16x3"):
+                lowprec.matmul(x, x, math_mode=mode)
+            print("end")
+        multiply()
+        threading.stack_size(32768)
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    """
+    assert run_python(code).split() == ["end", "end"]
 
 
 @needs_library

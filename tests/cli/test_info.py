@@ -19,7 +19,7 @@ from lowprec.planning import Capabilities
 from lowprec.policy.controllers import SwitchRow
 
 #: The modules whose names the tests replace.
-module = importlib.import_module("lowprec.report")
+module = importlib.import_module("lowprec.inspection")
 cpu_module = importlib.import_module("lowprec.backends.cpu.device")
 command = importlib.import_module("lowprec.cli.commands.info")
 info = module.info

@@ -13,7 +13,7 @@ import pytest
 from lowprec.cli.commands import run as run_command
 from support.programs import GUARD, TF32, posix, start, write
 
-REPLACE = os.execve
+REPLACE = os.execvpe
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _somewhere(empty_folder, monkeypatch):
     def replace(*what):
         raise AssertionError("the process of the tests is not to become another program")
 
-    monkeypatch.setattr(os, "execve", replace)
+    monkeypatch.setattr(os, "execvpe", replace)
 
 
 class Started(NamedTuple):
@@ -206,7 +206,7 @@ def test_interpreter_options(words, options):
 
 
 def test_an_interpreter_that_cannot_be_started(refused, monkeypatch):
-    monkeypatch.setattr(os, "execve", REPLACE)
+    monkeypatch.setattr(os, "execvpe", REPLACE)
     monkeypatch.setattr(run_command, "python_command", lambda program: ["./missing", *program])
     message = refused("run", *TF32, write(""))
     assert message == "lowprec: run: cannot start ./missing: No such file or directory\n"

@@ -1,7 +1,11 @@
 """Tables and progress, with and without a terminal."""
 
+import contextlib
 import io
+import os
 import re
+import struct
+import subprocess
 import sys
 
 import numpy as np
@@ -80,6 +84,42 @@ def test_optional_columns_give_way(monkeypatch):
         assert "s" * 20 in line
         assert ("f" * 20 in line) is shown
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
+@contextlib.contextmanager
+def _pseudoterminal(width):
+    """Yield a file descriptor of a terminal with lines of this many characters, and a function that reads its text."""
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, width, 0, 0))
+    with open(ours, "rb", 0) as reader, open(theirs, "wb", 0) as terminal:
+        yield terminal, lambda: reader.read(1 << 16).decode()
+
+
+LINE = ("plan", "--shapes", "1024x512", "512x2048", "--rtol", "1e-3")
+PROGRAM = "import numpy as np\nnp.ones((64, 32), np.float32) @ np.ones((32, 8), np.float32)"
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stderr"])
+def test_a_table_in_a_pipe_has_the_width_of_the_terminal(monkeypatch, stream):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with _pseudoterminal(70) as (terminal, _):
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: terminal}
+        done = subprocess.run([sys.executable, "-m", "lowprec", *LINE], stdout=subprocess.PIPE, check=True, **streams)
+    lines = done.stdout.decode().splitlines()
+    assert 60 < max(map(len, lines)) <= 70
+
+
+def test_the_report_of_a_run_has_the_width_of_its_terminal(monkeypatch, tmp_path):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "lowprec", "run", "--mode", "bf16", "--intercept", tmp_path / "program.py"]
+    with _pseudoterminal(70) as (terminal, read):
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        subprocess.run(command, stderr=terminal, check=True, **quiet)
+        lines = read().splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 70
 
 
 COMMANDS = ("info", "plan", "check", "autotune", "run")

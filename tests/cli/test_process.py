@@ -46,6 +46,13 @@ def test_help(name, command):
     assert f"  lowprec {name}".rstrip() in out.partition("examples:")[2]
 
 
+@pytest.mark.parametrize("name", ["", "run"])
+def test_help_needs_no_docstrings(name):
+    words = (*MODULE[1:], *filter(None, [name]), "--help")
+    run = [subprocess.run([sys.executable, *o, *words], capture_output=True, check=True) for o in ((), ("-OO",))]
+    assert run[0].stdout == run[1].stdout
+
+
 def test_info_imports_no_framework():
     code = (
         "import sys, lowprec.cli; lowprec.cli.main(['info', '--json'])\n"

@@ -4,17 +4,16 @@ from contextlib import ExitStack
 
 from lowprec.backends.cuda import (
     autotune,
-    bindings,
     cublas,
     executor,
     handles,
     invocation,
+    libraries,
     memory,
     models,
     runtime,
     sparse,
 )  # fmt: skip
-from lowprec.backends.cuda.libraries import loaded
 from lowprec.backends.cuda.runtime import call, on_device
 
 
@@ -25,6 +24,7 @@ def reset():
     """
     executor._refusal.cache_clear()
     invocation._failures.cache_clear()
+    sparse._product.cache_clear()
     autotune._stored.cache_clear()
     models.present.cache_clear()
     with ExitStack() as stack:
@@ -32,7 +32,6 @@ def reset():
         stack.callback(memory.release)
         stack.callback(release_timing_events)
         stack.callback(_handles, cublas._pool, "cublas")
-        stack.callback(_handles, invocation._gemm_ex_handles, "cublas")
         stack.callback(_handles, sparse._pool, "cusparse_lt")
         stack.callback(_handles, handles._cublas_lt, "cublas_lt")
         stack.callback(handles._streams.__init__, runtime.create_stream)
@@ -44,7 +43,7 @@ def release_timing_events():
 
 
 def _events(by_device, idle):
-    found = loaded()
+    found = libraries.loaded()
     for (owner, device), kept in list(by_device.items()):
         if found is not None and owner is found.runtime:
             with on_device(device):
@@ -54,7 +53,7 @@ def _events(by_device, idle):
 
 def _handles(pool, library):
     devices = dict(pool.devices)
-    pool.__init__(pool._create)  # threads that live on have leases of the old one
+    pool.__init__(pool._create, pool._reset)  # threads that live on have leases of the old one
     with ExitStack() as stack:
         for handle, device in devices.items():
             stack.callback(_destroy, handle, device, library)
@@ -62,4 +61,4 @@ def _handles(pool, library):
 
 def _destroy(handle, device, library):
     with on_device(device):
-        bindings.destroy_handle(handle, library)
+        getattr(libraries.libraries(), library).destroy(handle)

@@ -13,6 +13,7 @@ from lowprec.arrays import Device, library_of
 from lowprec.arrays.dlpack import export
 from lowprec.arrays.quantized import QuantizedArray
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
+from lowprec.backends.cuda import libraries
 from lowprec.formats import dtype_from_name
 from software_cuda import compiler, install, uninstall
 from software_cuda.runtime import host_bytes
@@ -121,8 +122,6 @@ class _Block:
 class SoftwareGpu(Gpu):
     def __init__(self, software):
         self.software = software
-        #: Whether the test makes all algorithms of cuBLASLt fail.
-        self.expects_cublas = False
         self._dead: deque[int] = deque()
 
     def drain(self):
@@ -262,6 +261,16 @@ class TorchGpu(Gpu):
     def free_bytes(self):
         self.torch.cuda.synchronize()
         return int(self.torch.cuda.mem_get_info()[0])
+
+
+def sgemm(handle, a, b, out):
+    """Multiply square float32 arrays by ``cublasSgemm`` on a handle, whose math mode determines the precision."""
+    factors = np.array([1, 0], np.float32)
+    alpha = factors.ctypes.data
+    views = [library_of(x).view(x) for x in (b, a, out)]
+    n = views[0].shape[0]
+    first, second, result = (x.address for x in views)
+    libraries.libraries().cublas.sgemm(handle, 0, 0, n, n, n, alpha, first, n, second, n, alpha + 4, result, n)
 
 
 def has_real_gpu():

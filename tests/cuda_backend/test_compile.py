@@ -9,6 +9,7 @@ from lowprec import errors
 from lowprec.backends.cuda import compiling, libraries
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.backends.cuda.steps import Addresses, queue_all
 from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
 from lowprec.planning import MatrixStack
@@ -74,12 +75,12 @@ def test_threads_that_start_together_compile_once(core):
 
 def test_contiguous_matrices_are_one_line(core):
     source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
-    prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
+    queue_all(prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0), Addresses(a=64, packed_a=128), 1)
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
-    prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)(64, 128, 0, 0, 0, 0, 1.0, 0.0, 1)
+    queue_all(prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0), Addresses(product=64, out=128), 1)
     packed, epilogue = core.launched
     assert packed[2] == "pack_groups"
-    assert packed[5:7] == epilogue[5:7] == (1, 105)
+    assert packed[5:7] == epilogue[9:11] == (1, 105)  # after four factors
 
 
 def files(cache):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from lowprec.backends.cuda import compiling
-from support.cubin import accesses, nvdisasm, read_cubin
+from support.cubin import accesses, instructions_of_loop, nvdisasm, read_cubin
 from support.kernel_variants import Variant, every_variant
 
 #: Architecture and part of the kernels: all of them for the first, every sixth for the others.
@@ -35,9 +35,14 @@ variants = functools.cache(every_variant)
 
 
 def compile_variant(variant, architecture):
+    return compile_source(variant.name, variant.source, architecture)
+
+
+@functools.cache
+def compile_source(name, source, architecture):
     import cuda.core
 
-    return read_cubin(compiling._compiled(cuda.core, architecture, variant.name, variant.source), variant.name)
+    return read_cubin(compiling._compiled(cuda.core, architecture, name, source), name)
 
 
 class Width(NamedTuple):
@@ -57,6 +62,10 @@ def widths(variant):
             return none, none
         taken = max(1, 16 // min(sizes))
         return Width(128, taken * sizes[0] // 16), Width(128, taken * sizes[1] // 16)
+    if variant.name == "quantize" and macros["SEEKS"] == "0":  # 16 numbers, in one store or several
+        nbytes = 8 if macros["SCALES"] == "5" else 16 * ITEMSIZE[macros["TARGET"]]
+        loads = ITEMSIZE[macros["SOURCE"]] if macros["LOADS"] == "2" else 0
+        return Width(128, loads), Width(min(8 * nbytes, 128), max(nbytes // 16, 1))
     if variant.name not in ("pack_groups", "pack_rows", "pack_tiles"):
         return none, none
     source, out = ITEMSIZE[macros["SOURCE"]], ITEMSIZE[macros["TARGET"]] * (1 + int(macros["PAIRS"]))
@@ -88,6 +97,29 @@ def test_compiled_kernels(architecture, first, step, tmp_path):
     cubins = [compile_variant(variant, architecture) for variant in chosen]
     counted = accesses([cubin.text for cubin in cubins], architecture, tmp_path)
     assert [x for row in zip(chosen, cubins, counted, strict=True) for x in faults(*row)] == []
+
+
+#: Numbers of a thread of the quantising kernel, and the most instructions for each.
+NUMBERS, MOST_INSTRUCTIONS = 16, 60
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_rounding_takes_few_instructions(architecture, tmp_path):
+    """The memory bounds the kernel: 5 bytes a number take the time of as many instructions."""
+    counted = {}
+    for variant in variants():
+        macros = variant.macros
+        if variant.name != "quantize" or macros["STOCHASTIC"] == "1" or macros["HADAMARD"] == "1":
+            continue
+        # Targets that no plan has there, or with these scales.
+        if (architecture == "sm_80" and macros["TARGET"] in ("E4M3", "E5M2")) or (
+            macros["TARGET"] == "float" and macros["SCALING"] != "5"
+        ):
+            continue
+        text = compile_variant(variant, architecture).text
+        counted[str(variant)] = instructions_of_loop(text, architecture, tmp_path) / NUMBERS
+    assert len(counted) > 20
+    assert {name: count for name, count in counted.items() if count >= MOST_INSTRUCTIONS} == {}
 
 
 BROKEN = """

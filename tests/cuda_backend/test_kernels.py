@@ -20,6 +20,7 @@ from lowprec.backends.cuda import compiling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.backends.cuda.staging import epilogue
+from lowprec.backends.cuda.steps import Addresses, queue_all
 from lowprec.errors import LowprecError
 from lowprec.formats import DType
 from lowprec.modes import available_modes
@@ -77,8 +78,9 @@ def check_pack(array, packing, offset=0):
     exponents = Guarded.of(want_exponents.size, np.int32)
     before = array.copy()
     with DeviceCopies(STREAM) as device:
-        addresses = [device.put(x) for x in (array, out.inside, exponents.inside)]
-        prepare_packing(packing, 0)(*addresses, STREAM)
+        source, target, scales = (device.put(x) for x in (array, out.inside, exponents.inside))
+        addresses = Addresses(a=source, packed_a=target, scales_a=scales)
+        queue_all(prepare_packing(packing, 0), addresses, STREAM)
         device.fetch()
     out.check()
     exponents.check()
@@ -169,7 +171,8 @@ def test_distances_beyond_32_bits():
         for col_stride in (1, 2):
             source = MatrixStack.of(D.INT8, 2, 16, second - first, col_stride)
             out = np.zeros((2, 16), np.int8)
-            prepare_packing(Packing(source, D.INT8, 16, 2), 0)(first, device.put(out), 0, STREAM)
+            steps = prepare_packing(Packing(source, D.INT8, 16, 2), 0)
+            queue_all(steps, Addresses(a=first, packed_a=device.put(out)), STREAM)
             device.fetch()
             np.testing.assert_array_equal(out[0], near[: 16 * col_stride : col_stride])
             np.testing.assert_array_equal(out[1], far[: 16 * col_stride : col_stride])
@@ -189,7 +192,7 @@ def test_division_of_large_indices(monkeypatch):
     edges = [0, 1, 6, 7, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 45) + 12345]
     numbers = np.array([(a, b) for a in edges for b in edges if b], np.int64)
     results = np.zeros_like(numbers)
-    launch = compiling.Launch("split", "", {}, 0, 1, (8,), 2, [len(numbers)])
+    launch = compiling.Launch("split", "", {}, 0, 1, (8,), "2Q", [len(numbers)])
     with DeviceCopies(STREAM) as device:
         launch(STREAM, device.put(numbers), device.put(results))
         device.fetch()
@@ -273,8 +276,9 @@ def test_rows_that_are_hard_to_scale(layout, rng):
 def run_epilogue(spec, arrays, alpha, beta):
     """Run it on product, out, c, bias and exponents, of which the last may be missing."""
     with DeviceCopies(STREAM) as device:
-        addresses = [device.put(x) for x in (*arrays, *[None] * (6 - len(arrays)))]
-        prepare_epilogue(spec, 0)(*addresses, alpha, beta, STREAM)
+        names = ("product", "out", "c", "bias", "scales_a", "scales_b")
+        at = {name: device.put(x) for name, x in zip(names, arrays, strict=False)}
+        queue_all(prepare_epilogue(spec, 0), Addresses(**at, alpha=alpha, beta=beta), STREAM)
         device.fetch()
 
 
@@ -523,9 +527,9 @@ def test_nonfinite_results_are_recomputed(product, a, b):
     exact = left.astype(NUMPY_DTYPES[product]) @ right.astype(NUMPY_DTYPES[product])
     again = ~np.isfinite(sums)
     want[again] = exact[again[..., :6]]
-    launch = prepare_recomputing(product, 8, stack_of(left, a), stack_of(right, b), 0)
+    steps = prepare_recomputing(product, 8, stack_of(left, a), stack_of(right, b), 0)
     with DeviceCopies(STREAM) as device:
-        addresses = [device.put(x) for x in (sums, left, right)]
-        launch(*addresses, STREAM)
+        at = {name: device.put(x) for name, x in {"product": sums, "a": left, "b": right}.items()}
+        queue_all(steps, Addresses(**at), STREAM)
         device.fetch()
     np.testing.assert_array_equal(sums, want)

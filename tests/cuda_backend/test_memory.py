@@ -95,7 +95,7 @@ def test_temporary_memory_is_freed_in_the_order_of_its_stream(cuda):
 
 
 def test_errors_of_the_work_and_of_freeing(cuda):
-    """A failure to free does not replace the error of the work, and its memory is not lost."""
+    """A failure to free does not replace the error of the work, and its memory is not freed twice."""
     with cuda.fail("cudaFreeAsync"), pytest.raises(ValueError, match="first"), memory.temporary(10, 0, cuda.first):
         raise ValueError("first")
     with (
@@ -104,9 +104,10 @@ def test_errors_of_the_work_and_of_freeing(cuda):
         memory.temporary(10, 0, cuda.first),
     ):
         pass
-    assert len(cuda.addresses()) == 2
-    memory.release()
-    assert cuda.addresses() == []
+    with memory.temporary(10, 0, cuda.first) as address:
+        memory.release()
+        assert cuda.addresses() == [address]
+    assert ("cudaFree", address) not in cuda.logged()
 
 
 def test_a_pool_is_bounded(fresh, monkeypatch):

@@ -9,17 +9,23 @@ import pytest
 
 import lowprec
 from cuda_backend.device_fixture import TorchGpu, has_real_gpu
+from lowprec import recipes
 from lowprec.arrays import block_codes
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.backends.cuda.steps import Addresses, queue_all
+from lowprec.errors import UnsupportedError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.profiling.records import multiplied_format
-from lowprec.recipes import FORMATS, MODES, Recipe, Rule
+from lowprec.recipes import FORMATS, Recipe, Rule
 from software_cuda import tables
 from support import quantized_cases
 from support.kernel_oracles import DeviceCopies, Guarded, assert_same_bits, lay_out, stack_of
 from support.kernel_variants import QUANTIZED, quantizing, target_of
 from support.quantized_cases import close
+
+#: The modes of GPUs.
+MODES = [mode for mode in recipes.MODES if mode != "int8_blocks"]
 
 STREAM = 1
 D = DType
@@ -54,8 +60,9 @@ def written(x, packing, at=0):
     size = prod(x.shape[:-2]) * packing.matrix_stride
     out, scales = Guarded.of(size, NUMPY_DTYPES[packing.dtype], at), Guarded.of(packing.scale_bytes // 4, np.float32)
     with DeviceCopies(STREAM) as copies:
-        addresses = [copies.put(y) for y in (x, out.inside, scales.inside)]
-        prepare_packing(packing, 0)(*addresses, STREAM, packing.rule.stream)
+        source, target, at_scales = (copies.put(y) for y in (x, out.inside, scales.inside))
+        addresses = Addresses(a=source, packed_a=target, scales_a=at_scales, draw_a=packing.rule.stream)
+        queue_all(prepare_packing(packing, 0), addresses, STREAM)
         copies.fetch()
     out.check()
     scales.check()
@@ -354,6 +361,33 @@ UNITS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("device", "mode", "k"),
+    [("b200", "mxfp8", 256), ("h100", "fp8_blocks", 256), ("b200", "nvfp4", 192), ("h100", "fp8", 176)],
+)
+def test_k_is_padded_to_whole_blocks(device, mode, k):
+    plan = lowprec.plan(
+        *(lowprec.ShapeDtype(x, "float32") for x in ((64, 176), (176, 64))), math_mode=mode, device=device
+    )
+    assert plan.call.first.rows == plan.call.second.rows == k
+
+
+@pytest.mark.parametrize(
+    ("mode", "reads"), [("mxfp8", 1), ("nvfp4", 2), ("fp8", 2), ("fp8_rows", 2), ("fp8_blocks", 2)]
+)
+def test_the_least_time_counts_a_second_read(mode, reads):
+    """Largest magnitudes of more than a tile are sought before the numbers are rounded."""
+    a, b = (lowprec.ShapeDtype(x, "float32") for x in ((1024, 4096), (4096, 1024)))
+    plan = lowprec.plan(a, b, math_mode=mode, device="h100")
+    call, seconds = plan.call, plan.roofline.rewriting
+    of_b = 2 if mode == "fp8_blocks" else reads  # rows of a have a scale for 128 numbers
+    of_a = 1 if mode == "fp8_blocks" else reads
+    read = (of_a + of_b) * 1024 * 4096 * 4
+    staged = call.product_bytes + 4 * 1024 * 1024 if call.staged else 0
+    nbytes = read + call.pack_a.nbytes + call.pack_b.nbytes + staged
+    assert seconds == pytest.approx(nbytes / 3.35e12, rel=1e-3)
+
+
 @pytest.mark.parametrize(("device", "mode", "multiplied", "modes"), UNITS)
 def test_units_of_each_device(device, mode, multiplied, modes):
     a = lowprec.ShapeDtype((256, 256), "float32")
@@ -408,3 +442,9 @@ def test_a_cublaslt_without_the_scale_modes(any_gpu, mode, monkeypatch):
     found = any_gpu.get(lowprec.matmul(any_gpu.put(a), any_gpu.put(b), math_mode=mode))
     x, y = operands(a, b, mode)
     assert close(found, x @ y, x, y)
+
+
+def test_int8_in_blocks_is_refused(gpu):
+    x = gpu.put(np.ones((4, 64), np.float32))
+    with pytest.raises(UnsupportedError, match=r"the mode int8_blocks is for CPUs: on a GPU choose int8"):
+        lowprec.matmul(x, gpu.put(np.ones((64, 4), np.float32)), math_mode="int8_blocks")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import lowprec
+from lowprec.policy import controllers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,6 +108,7 @@ def test_docstring_examples(name, monkeypatch, tmp_path):
             raise
         pytest.skip(f"{missing.name} not installed")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(controllers, "_by_name", controllers._by_name.copy())
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(optionflags=flags)
     report = []

@@ -137,3 +137,10 @@ def test_sparse_operands_have_advice_that_works(library):
         assert np.array_equal(np.asarray(product(dense, dense)), np.eye(3, dtype=np.float32))
     with pytest.raises(lowprec.ArrayError, match=rf"^a: .*{method}"):
         lowprec.plan(x, dense)
+
+
+@pytest.mark.parametrize("scalar", [np.complex64(1), np.float32(1), np.int8(1)], ids=lambda x: x.dtype.name)
+@pytest.mark.parametrize("function", [lowprec.matmul, lowprec.plan])
+def test_a_numpy_scalar_is_no_array(function, scalar):
+    with pytest.raises(lowprec.ArrayError, match=r"^c: expected an array .*wrap it with numpy.asarray"):
+        function(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), c=scalar, beta=1.0)

@@ -94,10 +94,23 @@ def test_strides_of_tensors_come_in_as_they_are(torch):
         assert (view.strides, view.address, view.copied) == (tensor.stride(), tensor.data_ptr(), None)
 
 
-@pytest.mark.parametrize("make", [list, float, str, np.float32], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", [list, float, np.float32], ids=lambda m: m.__name__)
 def test_non_arrays_are_refused(make):
     with pytest.raises(ArrayError, match=r"expected an array \(numpy, torch.*wrap it with numpy"):
         library_of(make())
+
+
+class Unreadable:
+    def __array__(self, *_, **__):
+        raise OSError("lost")
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "1.0", np, dict, [[1.0], [1.0, 2.0]], Unreadable()], ids=lambda x: type(x).__name__
+)
+def test_only_numbers_are_to_be_wrapped(wrong):
+    with pytest.raises(ArrayError, match=r"expected an array \(numpy, torch.*got [\w.]+$"):
+        library_of(wrong)
 
 
 def test_subclasses_that_change_the_meaning_are_refused():
@@ -162,7 +175,7 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch):
         view = library.view(lazy)
         assert view.copied == "its lazy conjugation or negation was resolved"
         np.testing.assert_array_equal(view.ndarray(), lazy.resolve_conj().resolve_neg().numpy())
-        with pytest.raises(ArrayError, match="out cannot be written in place: its lazy conjugation"):
+        with pytest.raises(ArrayError, match="the array cannot be written in place: its lazy conjugation"):
             library.writable_view(lazy)
     assert library.view(z).copied is None
 
@@ -427,11 +440,11 @@ def test_flags_of_a_versioned_capsule(memory):
     read_only = Capsules(memory, flags=1)
     assert library.view(read_only).read_only
     assert not library.view(read_only).ndarray().flags.writeable
-    with pytest.raises(ArrayError, match="out is read-only"):
+    with pytest.raises(ArrayError, match="the array is read-only"):
         library.writable_view(read_only)
     copied = Capsules(memory, flags=2)
     assert library.view(copied).copied == "the array's library exported a copy"
-    with pytest.raises(ArrayError, match="out cannot be written in place"):
+    with pytest.raises(ArrayError, match="the array cannot be written in place"):
         library.writable_view(copied)
 
 

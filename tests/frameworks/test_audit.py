@@ -9,7 +9,7 @@ import pytest
 import lowprec
 from lowprec import auditing
 from lowprec.cli import main
-from lowprec.errors import BackendError, UnsupportedError
+from lowprec.errors import BackendError, SettingError
 
 
 def in_16_bits(a, b):
@@ -97,11 +97,12 @@ def test_an_operation_that_fails_is_unknown(monkeypatch):
 
 
 def test_mistakes():
-    with pytest.raises(UnsupportedError, match="no audit of mlx; choose among torch, jax"):
+    with pytest.raises(SettingError, match="no audit of mlx; choose among torch, jax"):
         lowprec.audit(["mlx"])
-    with pytest.raises(UnsupportedError, match="at least 5, got 2"):
-        lowprec.audit(["numpy"], sizes=[2])
-    with pytest.raises(UnsupportedError, match="'fp8' is not one of: fp16 sums, bf16"):
+    for sizes in ([2], []):
+        with pytest.raises(SettingError, match=rf"at least 5, got \{sizes}"):
+            lowprec.audit(["numpy"], sizes=sizes)
+    with pytest.raises(SettingError, match="'fp8' is not one of: fp16 sums, bf16"):
         lowprec.audit(["numpy"], sizes=[16]).below("fp8")
 
 

@@ -16,7 +16,7 @@ import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec.arrays import library_of, namespaces
-from lowprec.contractions import products, recipes
+from lowprec.contractions import products, steps
 from lowprec.core.arguments import parse_dtype
 from lowprec.formats import promote
 
@@ -135,7 +135,7 @@ def test_einsum_refuses_an_order_that_is_none(optimize):
 
 @pytest.mark.parametrize("optimize", ["auto", "greedy", "optimal", False])
 def test_einsum_without_opt_einsum(monkeypatch, optimize):
-    recipes.recipe.cache_clear()
+    steps.einsum_steps.cache_clear()
     monkeypatch.setitem(sys.modules, "opt_einsum", None)
     for subscripts in SUBSCRIPTS:
         operands = operands_of(subscripts)
@@ -301,7 +301,7 @@ def test_bound_and_k_chunk_reach_the_products(contract, monkeypatch):
     assert {(how["bound"], how["k_chunk"]) for how in asked} == {("probable", 500)}
     with pytest.raises(lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"):
         contract(x, y, rtol=1e-3, bound="likely")
-    with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
+    with pytest.raises(lowprec.SettingError, match="k_chunk must be an integer of at least 1, got"):
         contract(x, y, k_chunk=0)
 
 

@@ -171,7 +171,7 @@ def test_k_chunk_reaches_each_chunk():
     np.testing.assert_array_equal(found.compute(scheduler="sync"), x @ y)
     assert {task[-1] for task in dict(found.dask).values() if isinstance(task, tuple)} >= {7}
     assert found.name != lowprec.matmul(a, b).name
-    with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
+    with pytest.raises(lowprec.SettingError, match="k_chunk must be an integer of at least 1, got"):
         lowprec.matmul(a, b, k_chunk=0)
     with pytest.raises(lowprec.ModeError, match="bound='probable' needs rtol="):
         lowprec.matmul(a, b, bound="probable")

@@ -1,9 +1,12 @@
-"""Figures of plans, interceptions and searched modes: their points, bars and labels are the values of the objects."""
+"""Results as text, HTML, JSON and figures; points, bars and labels of the figures are the values of the results."""
+
+import json
 
 import numpy as np
 import pytest
 
 import lowprec
+from lowprec import amp
 from lowprec.core.arguments import ShapeDtype
 from lowprec.errors import UnsupportedError
 
@@ -79,7 +82,7 @@ def test_many_layers_are_cut_and_say_so(torch, drawn, tmp_path):
         model(torch.ones(2, 4))
     seen.report().plot(tmp_path / "report.svg")
     assert len(labels(drawn[0].axes[0])) == 24
-    assert drawn[0].get_suptitle() == "lowprec.torch.intercept('bf16') (first 24 of 30 layers)"
+    assert drawn[0].get_suptitle() == "lowprec.torch.intercept('bf16') (first 24 of 30)"
 
 
 def test_products_of_jax_are_shares_of_their_number(drawn, tmp_path):
@@ -119,3 +122,64 @@ def test_an_interception_prints_its_report(library):
     with intercept("bf16") as seen:
         pass
     assert str(seen) == str(seen.report()) != repr(seen) == f"lowprec.{library}.intercept('bf16')"
+
+
+def _intercepted():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with lowprec.torch.intercept("bf16") as seen:
+        torch.ones(4, 8) @ torch.ones(8, 2)
+    return seen.report()
+
+
+def _searched():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    linear = torch.nn.Linear(16, 4)
+    return lowprec.torch.search_modes(lambda: linear(torch.ones(2, 16)).detach(), rtol=1e-1)
+
+
+def _profiled():
+    with lowprec.profile("step") as found:
+        lowprec.matmul(ONES, ONES)
+    return found
+
+
+def _cast():
+    xp = amp.autocast(np, "O1")
+    xp.matmul(ONES, ONES)
+    return xp.report()
+
+
+ONES = np.ones((8, 8), np.float32)
+
+RESULTS = {
+    "plan": lambda: lowprec.plan(SQUARE, SQUARE, rtol=1e-2),
+    "info": lowprec.info,
+    "check": lambda: lowprec.check(ONES, ONES, modes=["bf16"], rounds=1),
+    "audit": lambda: lowprec.audit(["numpy"], sizes=[16]),
+    "autotune": lambda: lowprec.autotune(ONES, ONES),
+    "profile": _profiled,
+    "solve": lambda: lowprec.linalg.solve(np.eye(4), np.ones(4), full_output=True)[1],
+    "gradients": lambda: amp.gradient_report([ONES]),
+    "autocast": _cast,
+    "intercept": _intercepted,
+    "search_modes": _searched,
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_result_is_text_html_json_and_a_figure(name, drawn, tmp_path):
+    result = RESULTS[name]()
+    tables = list(result.tables())
+    assert str(result) == result.text()
+    assert str(result).startswith(tables[0].title[:40])
+    assert result._repr_html_().count("<table>") == len(tables)
+    result.to_json(tmp_path / "result.json")
+    read = json.loads((tmp_path / "result.json").read_text())
+    assert read.keys() == result.to_dict().keys()
+    assert len(read) > 1
+    if name == "info":
+        with pytest.raises(UnsupportedError, match="Info has no figure"):
+            result.plot(tmp_path / "result.svg")
+    else:
+        result.plot(tmp_path / "result.svg")
+        assert drawn[0].axes

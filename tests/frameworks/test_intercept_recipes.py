@@ -1,5 +1,6 @@
 """Modes that quantise under ``intercept``: linear layers, their three products, and the others in bfloat16."""
 
+import copy
 import itertools
 import math
 import weakref
@@ -73,6 +74,98 @@ def test_first_and_last_layers_in_another_mode(torch, lt):
     with lowprec.fp32_guard(), lt.intercept(RECIPES["nvfp4"]) as seen:
         results(torch, net)
     assert {p.mode for p in seen.report().taken} == {"fp32"}
+
+
+#: Products and sums in one operator, by the weight, the rows and the addend of the result.
+SUMS = {
+    "linear": lambda t, w, x, c: t.nn.functional.linear(x, w, c[0]),
+    "addmm": lambda t, w, x, c: t.addmm(c, x, w.T, beta=2, alpha=0.5),
+    "addmm, a column": lambda t, w, x, c: t.addmm(c[:, :1], x, w.T),
+    "addmm_": lambda t, w, x, c: c.clone().addmm_(x, w.T),
+    "addmm, out": lambda t, w, x, c: t.addmm(c[0], x, w.T, out=t.empty_like(c)),
+    "weight first": lambda t, w, x, c: t.addmm(c.T, w, x.T).T,
+    "weight first, a row": lambda t, w, x, c: t.addmm(c[:1].T, w, x.T, alpha=2).T,
+    "baddbmm": lambda t, w, x, c: t.baddbmm(c, x[None], w.T[None], beta=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sum_of_16_bits_is_rounded_once(torch, lt, dtype, name):
+    """A row does not depend on the number of rows.
+
+    The factors are powers of two; float32 operands of the same values have the same codes and FP32 sums.
+    """
+    torch.manual_seed(0)
+    narrow = getattr(torch, dtype)
+    layer = torch.nn.Linear(256, 512).to(narrow)
+    x, c = torch.randn(64, 256).to(narrow), torch.randn(64, 512).to(narrow)
+
+    def sums(layer, *operands):
+        with torch.no_grad(), lt.intercept(RECIPES["blocks"]) as seen:
+            found = SUMS[name](torch, layer.weight, *operands)
+        assert [p.mode for p in seen.report().taken] == [RECIPES["blocks"].value]
+        return found
+
+    whole, alone = sums(layer, x, c), sums(layer, x[:1], c[:1])
+    assert torch.equal(whole[:1], alone)
+    assert torch.equal(whole, sums(layer.float(), x.float(), c.float()).to(narrow))
+
+
+@pytest.mark.parametrize("case", ["enable_grad", "frozen", "checkpoint", "no_grad", "inference_mode", "cached"])
+def test_autocast_multiplies_casts_of_the_same_layers(torch, lt, case):
+    """The products are those of a model in bfloat16, with the random numbers of the same layers."""
+    from torch.utils.checkpoint import checkpoint
+
+    net = network(torch, torch.nn.Linear).requires_grad_(case != "frozen")
+    g, inputs = torch.randn(24, 16), torch.randn(24, 48)
+    found = []
+    for model, autocast in ((copy.deepcopy(net).bfloat16(), False), (net, True)):
+        x = inputs.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, autocast), getattr(torch, case, torch.enable_grad)():
+            if case == "cached":
+                net(x)
+            with lt.intercept(RECIPES["stochastic"]) as seen:
+                given = x if autocast else x.bfloat16()
+                y = checkpoint(model, given, use_reentrant=False) if case == "checkpoint" else model(given)
+                if y.requires_grad:
+                    (y * g).sum().backward()
+        rows = {(p.layer, p.backward, p.mode): p.count for p in seen.report().products}
+        found.append((rows, [y, x.grad, *(p.grad for p in model.parameters())]))
+    (expected_rows, expected), (rows, tensors) = found
+    assert rows == expected_rows
+    assert {layer for layer, *_ in rows} == set("024")
+    assert {mode for *_, mode in rows} == {str(RECIPES["stochastic"])}
+    for z, e in zip(tensors, expected, strict=True):
+        assert (z is None) == (e is None)
+        assert z is None or torch.equal(z.float(), e.float())
+
+
+def test_numbers_are_cast_under_autocast(torch, lt):
+    x, layer = torch.ones(4), torch.nn.Linear(4, 4)
+    numbers = (3, 2.5, True, 1 + 2j)
+    expected = [x * n for n in numbers]
+    with lt.intercept("mxfp8"), torch.autocast("cpu"), torch.no_grad():
+        layer(x[None])
+        found = [x * n for n in numbers]
+    assert [(y.dtype, y.tolist()) for y in found] == [(y.dtype, y.tolist()) for y in expected]
+
+
+def test_a_forward_pass_without_its_layers_is_reported_first(torch, lt):
+    """The layer of a weight gradient is known from autograd, that of the product with a copy is not."""
+    layer, x = torch.nn.Linear(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    with lt.intercept("mxfp8") as seen:
+        torch.nn.functional.linear(x, layer.weight.clone()).sum().backward()
+        torch.mm(x.double(), x.double())
+    first, second, *_ = str(seen.report()).splitlines()
+    assert first.startswith("lowprec.torch.intercept('mxfp8'): 1 taken (1 in backward passes)")
+    assert second == "Of 1 layers only backward products were taken; forward products were passed by."
+    reasons = {p.dtype: p.reason for p in seen.report().passed}
+    assert reasons["bfloat16"].startswith("no product with a known parameter")
+    assert reasons["float64"] == "the mode does not act on this element type"
+    with lt.intercept("mxfp8") as seen:
+        layer(x).sum().backward()
+    assert "only backward" not in str(seen.report())
 
 
 def test_attention_and_vectors_are_in_bfloat16(torch, lt):

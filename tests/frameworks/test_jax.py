@@ -564,10 +564,9 @@ def test_the_environment_is_seen_where_it_is_read_again(jax, monkeypatch):
 
 
 def test_a_scope_that_jax_could_not_see_is_refused_once(jax):
-    with lowprec.math_mode("bf16"):
+    f = Counted(jax)
+    with ThreadPoolExecutor(1) as pool, lowprec.math_mode("bf16"):
         carried = contextvars.copy_context()
-    with ThreadPoolExecutor(1) as pool:
-        f = Counted(jax)
         with pytest.raises(lowprec.ModeError, match="opened in another task or thread"):
             pool.submit(carried.run, f.mode).result()
         assert pool.submit(carried.run, f.mode).result() == "bf16"
@@ -612,7 +611,7 @@ def test_requests_to_a_gpu(jax, mode):
     elif found.widens:
         texts = ["tensor<3x4xf64>, tensor<4x2xf64>) -> tensor<3x2xf64>"]
     elif found.quantizes:
-        kind = "f32" if mode in ("int8", "fp8_blocks") else "bf16"
+        kind = "f32" if mode in ("int8", "int8_blocks", "fp8_blocks") else "bf16"
         texts = [f"x{kind}>) -> tensor<1x3x2xf32>", f"lhs_precision_type = {kind}"]
     else:
         kind = (found.jax_preset or "F32").split("_")[0].lower()

@@ -3,6 +3,7 @@
 import re
 import threading
 
+import numpy as np
 import pytest
 
 import lowprec
@@ -92,3 +93,56 @@ def test_the_default_precision_of_jax_is_overridden(jax, intercept):
     for default in ("highest", "bfloat16"):
         with jax.default_matmul_precision(default), intercept("bf16"):
             assert (x @ x)[0, 0] == 4
+
+
+def test_a_default_precision_that_the_program_sets_inside_is_its_choice(jax, intercept):
+    x = jax.numpy.full((5, 4), ABOVE, "float32")
+    product = jax.jit(lambda a: a @ a.T)
+    for _ in range(2):  # the second time with functions that are compiled
+        with intercept("bf16") as seen:
+            with jax.default_matmul_precision("float32"):
+                assert min((x @ x.T)[0, 0], product(x)[0, 0]) > 4
+            assert (x @ x.T)[0, 0] == product(x)[0, 0] == 4
+            # The guard, which sets the default, too, is no choice of the program's.
+            with lowprec.fp32_guard():
+                assert min((x @ x.T)[0, 0], product(x)[0, 0]) > 4
+        with jax.default_matmul_precision("float32"), intercept("bf16"):
+            assert (x @ x.T)[0, 0] == product(x)[0, 0] == 4
+            with intercept("bf16"):
+                assert product(x)[0, 0] == 4
+            with jax.default_matmul_precision("tensorfloat32"):
+                assert product(x)[0, 0] > 4
+            assert product(x)[0, 0] == 4
+    assert {p.reason for p in seen.report().passed} <= {"the program chooses its precision"}
+
+
+@pytest.mark.parametrize("precision", ["default", "DEFAULT preset", None, "highest"])
+def test_the_precision_named_default_is_no_choice(jax, intercept, precision):
+    x = jax.numpy.full((3, 4), ABOVE, "float32")
+    given = jax.lax.DotAlgorithmPreset.DEFAULT if precision == "DEFAULT preset" else precision
+    with intercept("bf16") as seen:
+        assert (jax.lax.dot(x, x.T, precision=given)[0, 0] == 4) == (precision != "highest")
+    assert bool(seen.report().passed) == (precision == "highest")
+
+
+def test_blocks_of_one_mode_have_their_own_counts(jax, intercept):
+    x = jax.numpy.full((7, 4), ABOVE, "float32")
+    with intercept("bf16") as first:
+        x @ x.T
+    with intercept("bf16") as second:
+        x @ x.T
+        x.T @ x
+    shapes = [[p.shapes for p in seen.report().products] for seen in (first, second)]
+    assert shapes == [[((7, 4), (4, 7))], [((4, 7), (7, 4))]]
+
+
+def test_the_report_names_what_is_not_seen(jax, intercept):
+    x = jax.numpy.full((4, 4), ABOVE, "float32")
+    product = jax.jit(lambda a: a @ a)
+    compiled = product.lower(x).compile()
+    with intercept("bf16") as seen:
+        assert compiled(x)[0, 0] > 4
+        jax.pure_callback(lambda a: np.asarray(a) @ np.asarray(a), x, x)
+    assert not seen.report().products
+    for words in ("exported or compiled ahead of time", "pure_callback", "compiled are not counted again"):
+        assert words in seen.report().remarks[0]

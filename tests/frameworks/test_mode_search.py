@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lowprec.errors import ModeError, UnsupportedError
+from lowprec.errors import ModeError, SettingError
 
 pytestmark = pytest.mark.usefixtures("torch")
 
@@ -107,18 +107,18 @@ def test_saved_modes_are_read_by_lowprec_run(torch, lt, tmp_path):
 
 def test_refusals(torch, lt):
     net, x = model(torch)
-    with pytest.raises(UnsupportedError, match="rtol must be positive, got 0"):
+    with pytest.raises(SettingError, match="rtol must be positive, got 0"):
         lt.search_modes(lambda: net(x), rtol=0)
     with pytest.raises(ModeError, match="not a math mode"):
         lt.search_modes(lambda: net(x), rtol=1, modes=["bf17"])
-    with pytest.raises(UnsupportedError, match="no product that a mode acts on"):
+    with pytest.raises(SettingError, match="no product that a mode acts on"):
         lt.search_modes(lambda: x + 1, rtol=1)
-    with pytest.raises(UnsupportedError, match="zero or not finite"):
+    with pytest.raises(SettingError, match="zero or not finite"):
         lt.search_modes(lambda: 0 * net(x), rtol=1)
-    with pytest.raises(UnsupportedError, match="the function returned None; return tensors or numbers"):
+    with pytest.raises(SettingError, match="the function returned None; return tensors or numbers"):
         lt.search_modes(lambda: [net(x)].clear(), rtol=1)
     results = iter(range(10))
-    with pytest.raises(UnsupportedError, match=r"two calls of the function in FP32 differ by 1\.0e\+00"):
+    with pytest.raises(SettingError, match=r"two calls of the function in FP32 differ by 1\.0e\+00"):
         lt.search_modes(lambda: net(x) * (1 + next(results)), rtol=0.1)
 
 

@@ -5,7 +5,11 @@ the element types restricted to those that both libraries have. Tests that canno
 ``EXCLUDED`` with its reason, and have to fail.
 """
 
+import re
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,3 +75,22 @@ class TestNumPysMatmul(test_multiarray.TestMatmul):
 for _name, _why in EXCLUDED.items():
     _fails = pytest.mark.xfail(reason=_why, raises=(lowprec.LowprecError, AssertionError), strict=True)
     setattr(TestNumPysMatmul, _name, _fails(getattr(test_multiarray.TestMatmul, _name)))
+
+
+#: NumPy's test files that multiply, and the tests that take long.
+FILES = ["numpy.linalg.tests.test_linalg", "numpy.matrixlib", "numpy._core.tests.test_einsum"]
+DESELECTED = "not openblas_threading and not slow"
+
+
+@pytest.mark.sweep
+def test_numpys_test_files_pass_inside_the_block(tmp_path):
+    options = ["-q", "-p", "numpy_scope", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    options += ["--rootdir", str(tmp_path), "-k", DESELECTED, "-m", "not slow", "--pyargs", *FILES]
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    code = f"import sys; sys.path[:0] = {paths!r}; import pytest; sys.exit(pytest.main({options!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 400
+    assert int(re.search(r"taken: (\d+)", done.stdout)[1]) > 500

@@ -17,6 +17,7 @@ import pytest
 import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
+from lowprec import recipes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import backend as cpu
 from lowprec.core.call import PRODUCTS, bind
@@ -172,7 +173,7 @@ def test_tensors_that_pytorch_records_or_maps(count):
     compare(count, 1, _on_torch)
 
 
-@pytest.mark.parametrize("count", [pytest.param(20, id="some"), pytest.param(600, id="all", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [pytest.param(20, id="some"), pytest.param(250, id="all", marks=pytest.mark.sweep)])
 def test_compiled_tensors(torch, count):
     xp = load_or_skip(Backend.TORCH)
 
@@ -189,7 +190,8 @@ def test_compiled_tensors(torch, count):
     compare(count, 2, ways)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+# Tracing takes most of the time.
+@pytest.mark.parametrize("count", [pytest.param(600, id="some"), pytest.param(6000, id="all", marks=pytest.mark.sweep)])
 def test_arrays_that_jax_traces(jax, count):
 
     def ways(call, arrays, i):
@@ -272,9 +274,10 @@ def test_a_plan_from_descriptions_is_the_plan_from_arrays(dtype):
 
 
 def test_one_table_names_the_products_of_libraries():
-    """No other string of a lower layer names a module above it, but for the measurement of a guard that verifies."""
+    """No other string of a lower layer names a module above it."""
     package = Path(lowprec.__file__).parent
     upper = "torch|jax|dask|numpy|linalg|amp|contractions|profiling|checking|cli|tuning|auditing|emulation|report"
+    upper += "|interception"
     named = {}
     for folder in ("util", "arrays", "planning", "policy", "backends", "core"):
         for path in sorted((package / folder).rglob("*.py")):
@@ -282,7 +285,7 @@ def test_one_table_names_the_products_of_libraries():
             if found:
                 named[path.relative_to(package).as_posix()] = found
     products = {product.module for product in PRODUCTS.values()}
-    assert named == {"core/call.py": products, "policy/scopes.py": {"lowprec.auditing"}}
+    assert named == {"core/call.py": products}
 
 
 def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product(torch):
@@ -357,7 +360,12 @@ def frames(function):
 
 def test_a_warm_call_enters_few_functions():
     x = np.ones((8, 8), np.float32)
-    assert frames(lambda: lowprec.matmul(x, x)) <= 16
+    assert frames(lambda: lowprec.matmul(x, x)) <= 14
+    assert frames(lambda: lowprec.matmul(x, x, math_mode="bf16")) <= 14
+    assert frames(lambda: lowprec.plan(x, x, math_mode="bf16")) <= 80
+    if lowprec.plan(x, x).kernel_row.packs:
+        for mode in recipes.MODES:
+            assert frames(lambda mode=mode: lowprec.matmul(x, x, math_mode=mode)) <= 14, mode
 
 
 def test_a_warm_recorded_call_enters_few_functions(torch):

@@ -196,9 +196,13 @@ def test_jax_refuses_steps_that_are_not_traced_integers(jax):
         jax.jit(lambda step: _at(at_step, step, lambda: step))(1.5)
     x = np.ones((2, 2), np.float32)
     mode = Recipe("mxfp8", rounding="stochastic", seed=3)
-    each = jax.vmap(lambda step: _at(at_step, step, lambda: lowprec.jax.matmul(x, x, math_mode=mode)))
+
+    @jax.jit
+    def each(steps, x):
+        return jax.vmap(lambda step: _at(at_step, step, lambda: lowprec.matmul(x, x, math_mode=mode)))(steps)
+
     with pytest.raises(lowprec.UnsupportedError, match="differs along an axis"):
-        each(np.arange(2))
+        each(np.arange(2), x)
 
 
 def test_dask_rounds_each_chunk():

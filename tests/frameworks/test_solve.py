@@ -17,7 +17,7 @@ from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import linalg
 from lowprec.linalg import factors, refinement, solving
-from lowprec.linalg.report import Reason
+from lowprec.linalg.results import Reason
 from lowprec.policy import environment
 
 DTYPES = ("float64", "float32", "complex128", "complex64")
@@ -482,11 +482,11 @@ def test_the_report(rng):
 EYE = np.eye(3)
 
 REFUSED = [
-    ((EYE, EYE[0]), {"method": "lu"}, lowprec.UnsupportedError, r"no method='lu'; choose one of: 'direct', 'ref"),
-    ((EYE, EYE[0]), {"method": None}, lowprec.UnsupportedError, r"no method=None; choose one of: 'direct'"),
-    ((EYE, EYE[0]), {"assume": "spd"}, lowprec.UnsupportedError, r"no assume='spd'; choose one of: 'gen', 'pos'"),
+    ((EYE, EYE[0]), {"method": "lu"}, lowprec.SettingError, r"no method='lu'; choose one of: 'direct', 'ref"),
+    ((EYE, EYE[0]), {"method": None}, lowprec.SettingError, r"no method=None; choose one of: 'direct'"),
+    ((EYE, EYE[0]), {"assume": "spd"}, lowprec.SettingError, r"no assume='spd'; choose one of: 'gen', 'pos'"),
     ((EYE, EYE[0]), {"method": "refine", "factor_mode": "half"}, lowprec.ModeError, "^factor_mode 'half' is not a mat"),
-    ((EYE, EYE[0]), {"factor_mode": "bf16"}, lowprec.UnsupportedError, "factor_mode is for method='refine' or 'auto'"),
+    ((EYE, EYE[0]), {"factor_mode": "bf16"}, lowprec.SettingError, "factor_mode is for method='refine' or 'auto'"),
     ((EYE[:2], EYE[0]), {"method": "refine"}, lowprec.ShapeError, r"square matrices.*a has shape \(2, 3\)"),
     ((EYE[0], EYE[0]), {"method": "refine"}, lowprec.ShapeError, r"square matrices.*a has shape \(3,\)"),
     ((EYE, EYE[0, :2]), {"method": "auto"}, lowprec.ShapeError, r"b must have shape \(3,\) or .*has shape \(2,\)"),

@@ -13,7 +13,7 @@ import pytest
 import lowprec
 from frameworks.torch_matrix import COLUMNS, ROWS, cubic
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 SHAPES = [
@@ -376,6 +376,7 @@ def test_linear_is_torchs_and_can_be_exported_and_trained(torch, lt):
     copy.deepcopy(mine)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which PyTorch reads
 @pytest.mark.usefixtures("lt")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_torchs_own_checks_of_an_operator(torch, mode):

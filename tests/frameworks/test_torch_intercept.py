@@ -1,7 +1,9 @@
 """Every product of a model that does not use lowprec: by kernels in PyTorch's dispatcher, and in compiled graphs."""
 
 import asyncio
+import sys
 import threading
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +13,7 @@ import lowprec
 from support import interrupts
 from support.programs import run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 #: Unit roundoff of bfloat16, to which both operands of a product are rounded.
 UNIT = 2.0**-8
@@ -21,7 +23,6 @@ UNIT = 2.0**-8
 def intercept(torch, lt):
     yield lt.intercept
     assert not lt.intercept._holders
-    assert threading.active_count() > 1 or not registered(torch)
 
 
 def registered(torch):
@@ -111,6 +112,17 @@ def test_out_receives_the_product(torch, intercept):
     assert strided.stride() == (1, 4)
 
 
+def mkldnn(torch):
+    from torch.utils.mkldnn import to_mkldnn
+
+    return to_mkldnn(torch.nn.Linear(4, 4))
+
+
+def in_a_thread(function, *arguments):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 PASSED = {
     "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "the mode does not act"),
     "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "the mode does not act"),
@@ -131,6 +143,8 @@ PASSED = {
         "a fused kernel",
     ),
     "sparse": (lambda t: t.eye(2).to_sparse() @ t.eye(2), "mm", "sparse, quantised or nested storage"),
+    "mkldnn": (lambda t: mkldnn(t)(t.ones(2, 4).to_mkldnn()), "mkldnn_linear", "a fused kernel"),
+    "thread": (lambda t: in_a_thread(t.mm, t.eye(2), t.eye(2)), "mm", "another thread or task, outside the block"),
     "lstm": (lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)), "mkldnn_rnn_layer", "recurrent layers in one kernel"),
 }
 
@@ -146,6 +160,34 @@ def test_products_passed_by_are_reported_with_a_reason(torch, intercept, name):
     assert why in passed.reason
     assert not counts(seen.report())
     assert operator in str(seen.report())
+
+
+def test_multiplications_of_fused_kernels(torch, intercept):
+    """Attention has two products of heads, five backward; an LSTM one per gate and weight, and two backward."""
+    q, k = (draw(torch, 2, heads, rows, 8).requires_grad_() for heads, rows in ((6, 5), (3, 7)))
+    lstm, x = torch.nn.LSTM(3, 4), draw(torch, 5, 2, 3)
+    with intercept("fp32") as seen:
+        torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).sum().backward()
+        lstm(x)[0].sum().backward()
+    found = {(p.operator.partition("_backward")[0], p.backward): p.multiplications for p in seen.report().passed}
+    scores = 2 * 6 * 5 * 7 * 8
+    gates = 5 * 2 * (4 * 4 * 3 + 4 * 4 * 4)
+    assert found == {
+        ("_scaled_dot_product_flash_attention_for_cpu", False): 2 * scores,
+        ("_scaled_dot_product_flash_attention_for_cpu", True): 5 * scores,
+        ("mkldnn_rnn_layer", False): gates,
+        ("mkldnn_rnn_layer", True): 2 * gates,
+    }
+
+
+def test_a_loaded_package_is_not_visible(intercept, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.package.package", types.ModuleType("package"))
+    with intercept("bf16") as seen:
+        pass
+    for _ in range(2):
+        (row,) = seen.report().passed
+        assert (row.operator, row.count, row.multiplications) == ("AOTInductor", 0, 0)
+        assert row.reason.startswith("not visible")
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -172,6 +214,49 @@ def test_complex_solvers_conjugate_inside_the_block(torch, intercept, name, infe
     torch.testing.assert_close(found, true, rtol=2.0**-12, atol=2.0**-12)
 
 
+def test_a_resized_out_is_warned_of_where_the_program_calls(torch, intercept):
+    a = draw(torch, 4, 4)
+    outs = {"empty": torch.empty(0), "resized": torch.empty(2, 3)}
+    with warnings.catch_warnings(record=True) as warned, intercept("fp32") as seen:
+        warnings.simplefilter("always")
+        for out in outs.values():
+            assert torch.mm(a, a, out=out) is out
+    (warning,) = warned
+    assert "An output with one or more elements was resized since it had shape [2, 3]" in str(warning.message)
+    assert warning.filename == __file__
+    assert counts(seen.report()) == {"mm": 2}
+    for out in outs.values():
+        torch.testing.assert_close(out, a @ a)
+
+
+#: In-place operators on elements that share memory, and whether PyTorch computes something.
+SHARED = {
+    "addmv_": (lambda t, a: a.new_ones(1).expand(4).addmv_(a, a[0]), True),
+    "baddbmm_": (lambda t, a: a.new_ones(1, 1, 1).expand(2, 4, 4).baddbmm_(a.expand(2, 4, 4), a.expand(2, 4, 4)), True),
+    "addmm_": (lambda t, a: a.new_ones(1, 1).expand(4, 4).addmm_(a, a), False),
+    "mm, out": (lambda t, a: t.mm(a, a, out=a.new_ones(1, 1).expand(4, 4)), False),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_results_that_share_memory_are_left_to_torch(torch, intercept, name):
+    call, is_computed = SHARED[name]
+    a = draw(torch, 4, 4)
+    with intercept("fp32") as seen:
+        if is_computed:
+            found = call(torch, a)
+            assert torch.equal(found, call(torch, a))
+        else:
+            with pytest.raises(RuntimeError, match="single memory location"):
+                call(torch, a)
+    passed = [(p.operator, p.count, p.detail) for p in seen.report().passed]
+    why = "elements of the result share memory"
+    assert passed == ([(name.removesuffix("_"), 2, why)] if is_computed else [])
+    assert not seen.report().taken
+    if is_computed:
+        assert torch.equal(found, call(torch, a))
+
+
 ADDED = {
     "addmm": lambda t, c, a, b, **k: t.addmm(c, a, b, **k),
     "addmm_": lambda t, c, a, b, **k: c.clone().addmm_(a, b, **k),
@@ -187,6 +272,22 @@ def test_alpha_of_zero_reads_no_product(torch, intercept, name, beta):
     with intercept("fp32"):
         found = call(torch, c, nan, nan, alpha=0, beta=beta)
     assert torch.equal(found, beta * (c[0] if found.ndim == 1 else c))
+
+
+#: PyTorch's reads the product for an alpha of zero, too.
+ADDED_TO_STACKS = {"baddbmm": lambda t, c, a, b, **k: t.baddbmm(c[None], a[None], b[None], **k)[0]}
+
+
+@pytest.mark.parametrize("name", [*ADDED, *ADDED_TO_STACKS])
+@pytest.mark.parametrize("factors", [{"beta": True}, {"beta": False}, {"alpha": True, "beta": 2}])
+def test_factors_may_be_bool(torch, intercept, factors, name):
+    call, c, x = (ADDED | ADDED_TO_STACKS)[name], draw(torch, 3, 3), torch.eye(3)
+    true = call(torch, c, x, x, **factors)
+    with intercept("fp32") as seen:
+        found = call(torch, c, x, x, **factors)
+    assert torch.equal(found, true)
+    assert seen.report().taken
+    assert not seen.report().passed
 
 
 def test_a_function_is_decorated(torch, intercept):
@@ -331,23 +432,55 @@ def test_blocks_overlap_in_threads(torch, intercept):
     leave.set()
     thread.join()
     assert found[0] > 4
-    assert registered(torch)  # the last block ended while this thread was alive
-    with intercept("fp32"):  # whose end removes the kernels, as the fixture checks
-        pass
 
 
-def test_an_exit_in_another_thread_leaves_the_block_open(torch, intercept):
+@pytest.mark.parametrize("kept_by", ["nothing", "another thread", "a backward pass"])
+def test_idle_kernels_are_removed(torch, intercept, kept_by, monkeypatch):
     x = torch.ones(2, 2)
-    with intercept("bf16") as seen, ThreadPoolExecutor(1) as pool:
-        with pytest.warns(lowprec.LowprecWarning, match="left in another thread or task than it was entered in"):
-            pool.submit(seen.__exit__, None, None, None).result()
-        x @ x
+    before = set(threading.enumerate())  # threads of earlier tests, which do not multiply
+    monkeypatch.setattr(threading, "active_count", lambda: 1 + len(set(threading.enumerate()) - before))
+
+    def multiply(*_):
+        for _ in range(999):
+            torch.mm(x, x)
+        assert registered(torch)
+        torch.mm(x, x)
+
+    for _ in range(2):  # the second block registers them again
+        with intercept("bf16") as seen:
+            x @ x
+        assert counts(seen.report()) == {"mm": 1}
+        if kept_by == "another thread":
+            end = threading.Event()
+            thread = threading.Thread(target=end.wait, args=(60,))
+            thread.start()
+            multiply()
+            assert registered(torch)
+            end.set()
+            thread.join()
+        elif kept_by == "a backward pass":
+            y = x.clone().requires_grad_().sum()
+            y.register_hook(multiply)
+            y.backward()
+            assert registered(torch)
+        multiply()
+        assert not registered(torch)
+
+
+def test_an_exit_in_another_thread_ends_the_block(torch, intercept):
+    x = torch.ones(2, 2)
+    seen = intercept("bf16").__enter__()
     x @ x
+    text = "left in another thread or task than it was entered in"
+    with ThreadPoolExecutor(1) as pool, pytest.warns(lowprec.LowprecWarning, match=text):
+        pool.submit(seen.__exit__, None, None, None).result()
+    x @ x
+    with intercept("fp32"):
+        x @ x
     assert counts(seen.report()) == {"mm": 1}
 
 
-def test_an_interrupt_at_any_step_leaves_no_block(torch, intercept):
-
+def test_a_block_after_an_interrupt_at_any_step(torch, intercept):
     x = torch.ones(2, 2)
 
     def block():
@@ -355,10 +488,6 @@ def test_an_interrupt_at_any_step_leaves_no_block(torch, intercept):
             x @ x
 
     def check():
-        stack = intercept._stack.get()
-        for entry in stack:  # of an interrupt before the first line of `__exit__`
-            entry.close()
-        assert intercept._stack.get() == ()
         assert torch.is_grad_enabled()
         with intercept("fp32") as seen:
             x @ x
@@ -366,8 +495,8 @@ def test_an_interrupt_at_any_step_leaves_no_block(torch, intercept):
 
     block()  # what is looked up once
     assert interrupts.count(block, check, KeyboardInterrupt) > 50
-    for holder in intercept._holders:  # an interrupted block may leave the kernels registered, idle
-        intercept("fp32")._release(holder)
+    for entry in intercept._holders:  # of an interrupt before the first line of `__exit__`
+        intercept._end(entry)
 
 
 @pytest.mark.usefixtures("torch")
@@ -476,6 +605,32 @@ def test_an_encoder_compiled_agrees_with_the_block(torch, intercept):
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sum_in_a_graph_is_rounded_once(torch, intercept, dtype):
+    """As in the block, where the epilogue adds the bias; both factors are powers of two."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 512).to(getattr(torch, dtype))
+
+    def sums(x):
+        return (
+            layer(x),
+            torch.addmm(x, x, x.T @ x, beta=2, alpha=0.5),
+            torch.addmm(layer.bias, x, layer.weight.T, beta=True),
+        )
+
+    x = torch.randn(4, 256).to(layer.weight.dtype)
+    compiled = torch.compile(sums, fullgraph=True, backend=passes_alone("mxfp8"))
+    with torch.no_grad(), lowprec.profile() as profile:
+        found = compiled(x)
+    assert [r.mode for r in profile.records] == ["mxfp8"] * 4
+    with torch.no_grad(), intercept("mxfp8", attention=True):
+        expected = sums(x)
+    for y, eager in zip(found, expected, strict=True):
+        assert y.dtype == eager.dtype
+        assert torch.equal(y, eager)
+
+
+@pytest.mark.usefixtures("fresh")
 def test_products_that_a_graph_leaves_to_torch_are_reported(torch):
     model = encoder(torch, 1).eval()
     compiled = torch.compile(model, backend=passes_alone("bf16"))
@@ -502,3 +657,12 @@ def test_inductor_takes_the_options_and_knows_the_mode(torch, lt):
     assert len(keys) == 4
     with pytest.raises(lowprec.ModeError, match="bf17"):
         lt.inductor_options("bf17")
+
+
+def test_a_subclass_takes_the_products_of_all_entries(torch, lt):
+    mine = type("mine", (lt.intercept,), {"__module__": "__main__"})
+    x = torch.full((4, 4), 1 + 2.0**-9)
+    with mine("bf16") as seen:
+        assert float((x @ x)[0, 0]) == 4.0
+    assert [p.count for p in seen.report().taken] == [1]
+    assert not lt.intercept._holders

@@ -3,7 +3,6 @@
 import gc
 import threading
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import lowprec
 from support.programs import posix, run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*deprecated")
 
 #: Rounds to 1 in bfloat16.
 ABOVE = 1 + 2.0**-9
@@ -122,6 +121,47 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercep
         intercept({})
     with pytest.raises(lowprec.ModeError, match="bf17"):
         intercept("bf17")
+
+
+#: One process that shards a model with itself, whose storages are resized to zero and back.
+SHARDED = """
+    import gc, sys
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from lowprec.torch import intercept
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    sharded, parallel = (torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(5)]) for _ in range(2))
+    for each in (*sharded, sharded):
+        fully_shard(each, mesh=mesh, reshard_after_forward=True)
+    parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+    def check(model, steps):
+        with intercept({"0": "bf16", "*": "fp32"}) as seen:
+            for _ in range(steps):
+                model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+        found = sorted((p.layer, p.mode, p.backward, p.count) for p in seen.report().taken)
+        modes = ["bf16", *["fp32"] * 4]
+        rows = [(str(i), modes[i], backward, (1 + backward) * steps) for i in range(5) for backward in (False, True)]
+        assert found == rows, found
+
+    check(parallel, 1)
+    check(sharded, 1)
+    searches = []
+    search = gc.get_objects
+    gc.get_objects = lambda: searches.append(1) or search()
+    check(sharded, 5)
+    assert not searches, len(searches)
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_layers_of_sharded_and_parallel_models(torch, tmp_path):
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this PyTorch was built without gloo")
+    run_python(SHARDED, str(tmp_path / "meeting"))
 
 
 def test_memory_of_a_deleted_layer_belongs_to_no_layer(torch, intercept):
@@ -284,8 +324,66 @@ def test_compiled_products_are_taken_without_an_option(torch, intercept):
     torch._dynamo.reset()
 
 
-def test_a_backward_pass_on_other_threads_has_the_mode(torch, intercept):
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_the_compiler_does_not_trace_the_kernels(torch, intercept, where):
+    """Frames after a graph break inside ``try`` are compiled one by one, with those that they call."""
+    torch._dynamo.reset()
+    layer, x = torch.nn.Linear(4, 4), torch.full((4, 4), ABOVE)
+
+    def program(x):
+        try:
+            y = layer(x)
+            torch._dynamo.graph_break()
+            return layer(y)
+        finally:
+            x + 1
+
+    def with_scope(x):
+        with intercept("bf16") as seen:
+            y = program(x)
+        reports.append(seen.report())
+        return y
+
+    reports = []
+    with torch.no_grad():
+        if where == "inside":
+            found = torch.compile(with_scope, backend="eager")(x)
+        else:
+            with intercept("bf16") as seen:
+                found = torch.compile(program, backend="eager")(x)
+            reports.append(seen.report())
+        expected = with_scope(x)
+    assert torch.equal(found, expected)
+    assert [[(p.layer, p.count) for p in report.taken] for report in reports] == [[("Linear", 2)]] * 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("quick_inductor")
+def test_products_of_a_frozen_graph_are_reported(torch, intercept):
+    torch._dynamo.reset()
+    layer, x = torch.nn.Linear(64, 64).eval(), torch.ones(32, 64)
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        compiled = torch.compile(lambda x: layer(x))
+        compiled(x)
+        with intercept("bf16") as seen:
+            compiled(x)
+    products = seen.report().products
+    assert len(products) == 1
+    assert products[0].mode or products[0].reason.startswith("a fused kernel")
+    torch._dynamo.reset()
+
+
+def of_pytorch_2_11(torch):
+    """Return the entry of backward passes in versions that do not pass the context to other threads."""
+    engine = torch.autograd.Variable._execution_engine
+    return lambda outputs, *args, **kwargs: engine.run_backward(outputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_backward_pass_on_other_threads_has_the_mode(torch, intercept, monkeypatch, is_old):
     """PyTorch runs a backward pass that is nested deeper than 60 on a thread of its own."""
+    for module in (torch.autograd, torch.autograd.graph) if is_old else ():
+        monkeypatch.setattr(module, "_engine_run_backward", of_pytorch_2_11(torch))
     x = torch.full((4, 4), ABOVE)
     depth = 61
 
@@ -322,9 +420,9 @@ def test_a_backward_pass_on_other_threads_has_the_mode(torch, intercept):
 
 @posix
 @pytest.mark.usefixtures("torch")
-def test_forked_workers_are_in_the_report():
-    folder = run_python(
-        """
+def test_forked_workers_of_a_run_are_in_the_report(tmp_path):
+    run_python(
+        f"""
         import multiprocessing, os, sys
         import torch
         from lowprec.torch import intercept
@@ -333,28 +431,21 @@ def test_forked_workers_are_in_the_report():
             torch.ones(4, 4) @ torch.ones(4, 4)
 
         torch.set_num_threads(1)
-        with intercept("bf16") as seen:
+        seen = intercept("bf16")
+        seen.apply_to_process({str(tmp_path / "sums")!r}, True, str)
+        work()
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        worker.join()
+        if os.fork() == 0:
             work()
-            worker = multiprocessing.get_context("fork").Process(target=work)
-            worker.start()
-            worker.join()
-            if os.fork() == 0:
-                work()
-                sys.exit()
-            os.wait()
+            sys.exit()
+        os.wait()
         (row,) = seen.report().products
         assert row.count == 3, row
         assert "in 3 processes" in str(seen.report())
-        with intercept("bf16") as other:
-            if os.fork() == 0:
-                os._exit(0)
-            os.wait()
-        assert not other.report().products
-        assert other.ledger.folder == seen.ledger.folder
-        print(seen.ledger.folder)
         """
     )
-    assert not Path(folder).exists()
 
 
 @posix

@@ -7,7 +7,7 @@ import lowprec
 from lowprec.errors import ArrayError, LowprecError
 
 # torch's own: jit.trace is deprecated, and the first jvp of a process compiles its rules with jit.script.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def flop_counter(torch):

@@ -16,6 +16,8 @@
 extern "C" {
 float tanhf(float);
 double tanh(double);
+float fminf(float, float);
+float fmaf(float, float, float);
 
 // The linker's: where the compiled kernel lies in memory. Its static variables are the kernels' shared memory.
 extern char __ehdr_start[] __attribute__((visibility("hidden")));
@@ -29,6 +31,7 @@ extern char _end[] __attribute__((visibility("hidden")));
 #define __shared__ static
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
+#define __fmaf_rn fmaf
 #define __syncthreads() host_cuda::barrier()
 
 struct uint3_host { unsigned int x, y, z; };

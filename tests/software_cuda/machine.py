@@ -55,6 +55,8 @@ def api(values=0, *, unsafe=False, always=False):
                 self.scheduler.keep_up()
                 try:
                     if plan is not None:
+                        if name == "cudaFreeAsync":  # whose error may be one of earlier work
+                            method(self, *arguments)
                         raise Refusal(plan.status or _FAILURES.get(name, Status.cudaErrorUnknown))
                     if not always:
                         self.make_context()

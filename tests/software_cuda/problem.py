@@ -267,8 +267,10 @@ def _validate_scales(x, capability, switches):
         return
     if modes in tables.FLOAT_SCALES and not fp4:
         _validate_float_scales(x, capability)
+        if switches.block_extents and modes != (tables.OUTER_VEC_32F,) * 2 and x.k % 128:
+            raise Refusal(NOT_SUPPORTED, f"blocks with an inner extent {x.k}")
         return
-    if switches.block_extents and (x.m % 16 or x.n % 16 or x.k % 32):
+    if switches.block_extents and (x.m % 16 or x.n % 16 or x.k % (32 if fp4 else 128)):
         raise Refusal(NOT_SUPPORTED, f"blocks with extents {x.m}, {x.n}, {x.k}")
     if switches.fp4_bias and fp4 and x.epilogue == _BIAS:
         raise Refusal(NOT_SUPPORTED, "FP4 with a bias alone")

@@ -19,7 +19,7 @@ class Switches:
     int8_workspace: bool = False
     #: The first algorithm of each search fails when it runs, with status 13 (rapidsai/raft issue 3098).
     first_algorithm: bool = False
-    #: cuBLASLt takes the default streams by no other handle than 0.
+    #: cuBLASLt and cuSPARSELt take the default streams by no other handle than 0.
     default_streams: bool = False
     #: ``cudaFree`` does not wait for the device: the runtime's header says that it "may".
     free_without_wait: bool = False

@@ -13,10 +13,11 @@ from lowprec.backends.cpu.kernel_rows import kernels_of
 from support.programs import run_python
 
 NO_AMX = "this machine has no AMX units (or lowprec no kernels)"
+NO_AVX512 = "this machine has no AVX-512 (or lowprec no kernels)"
 #: Reasons of skips by the unit.
 _NO_UNITS = {
     "fp32_avx2": "this machine has no AVX2 units (or lowprec no kernels)",
-    "fp32_avx512": "this machine has no AVX-512 (or lowprec no kernels)",
+    "fp32_avx512": NO_AVX512,
     "bf16_avx512": "this machine has no AVX512-BF16 units (or lowprec no kernels)",
     "bf16_amx": NO_AMX,
     "int8_avx2": "this machine has no AVX2 units (or lowprec no kernels)",

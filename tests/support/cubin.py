@@ -91,3 +91,19 @@ def accesses(texts, architecture, folder):
         number = bisect.bisect_right(starts, int(address, 16)) - 1
         found[number][instruction, int(bits[1]) if bits else 32] += 1
     return found
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;")
+_BRANCH = re.compile(r"\bBRA\b.* (0x[0-9a-f]+)$")
+
+
+def instructions_of_loop(text, architecture, folder):
+    """Count the instructions from the outermost loop on, subroutines included."""
+    path = folder / "kernel.bin"
+    path.write_bytes(text)
+    command = [str(nvdisasm()), "--binary", architecture.replace("sm_", "SM"), str(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), words) for at, words in _INSTRUCTION.findall(shown) if "NOP" not in words]
+    branches = ((at, int(found[1], 16)) for at, words in code if (found := _BRANCH.search(words)))
+    start = min(to for at, to in branches if to < at)
+    return sum(at >= start for at, _ in code)

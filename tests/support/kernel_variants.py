@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.backends.cuda.steps import Addresses, queue_all
 from lowprec.formats import DType
 from lowprec.planning import Activation, MatrixStack, OperandSpec
 from lowprec.planning.cublaslt.calls import PACKED, Packing
@@ -89,7 +90,7 @@ def _packings():
 
 #: How the quantising kernels round: the rules of all modes, with each measure alone.
 QUANTIZED = [
-    *dict.fromkeys(rule for name in FORMATS for rule in FORMATS[name]),
+    *dict.fromkeys(rule for name in FORMATS for rule in FORMATS[name] if rule.codes != "int8_blocks"),
     Rule("e4m3", "block", (1, 32), "rceil"), Rule("e2m1", "block", (1, 32), "rceil"),
     Rule("e2m1", "block", (16, 16), "e4m3"),
 ]  # fmt: skip
@@ -194,13 +195,16 @@ def every_variant():
 def _launch_all():
     for packing in _packings():
         for pointer in _POINTERS:
-            prepare_packing(packing, 0)(pointer, pointer, pointer, 1)
+            queue_all(prepare_packing(packing, 0), Addresses(a=pointer, packed_a=pointer, scales_a=pointer), 1)
     for packing in _quantizing():
-        prepare_packing(packing, 0)(_POINTERS[0], _POINTERS[0], _POINTERS[0], 1, 0)
+        for at in _POINTERS:
+            queue_all(prepare_packing(packing, 0), Addresses(a=at, packed_a=at, scales_a=_POINTERS[0]), 1)
     for spec in _epilogues():
         for pointer in _POINTERS:
-            prepare_epilogue(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
+            at = dict.fromkeys(("product", "out", "c", "bias", "scales_a", "scales_b"), pointer)
+            queue_all(prepare_epilogue(spec, 0), Addresses(**at), 1)
     for dtype in (D.FLOAT32, D.COMPLEX64):
         stack = MatrixStack.of(dtype, 64, 64, 64, 1)
-        prepare_recomputing(dtype, 64, stack, stack, 0)(*[_POINTERS[0]] * 3, 1)
-    Launch("spin", "spin.cu", {}, 0, 1, (1,), 1, ())(1, 1)
+        steps = prepare_recomputing(dtype, 64, stack, stack, 0)
+        queue_all(steps, Addresses(a=_POINTERS[0], b=_POINTERS[0], product=_POINTERS[0]), 1)
+    Launch("spin", "spin.cu", {}, 0, 1, (1,), "Q", ())(1, 1)

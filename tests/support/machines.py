@@ -11,7 +11,15 @@ from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
 from lowprec.core import executors
-from lowprec.planning import Capabilities
+from lowprec.modes import ModeSource, ResolvedMode
+from lowprec.planning import Capabilities, PlanReport
+
+
+def report_on(plan, **filled):
+    """Return the report on a plan whose mode is the default."""
+    resolved = ResolvedMode(plan.mode, ModeSource.DEFAULT)
+    return PlanReport.of(plan, **{"resolved": resolved, "candidates": (), "tolerance": None, **filled})
+
 
 ROWS = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 

@@ -242,13 +242,15 @@ def accumulation_bound(a, b, mode, how=None):
     """
     a, b = np.asarray(a), np.asarray(b)
     how = how or arithmetic(a, b, mode)
-    terms = a.shape[-1] * how.parts * (2 if "c" in (a.dtype.kind, b.dtype.kind) else 1)
+    components = 2 if "c" in (a.dtype.kind, b.dtype.kind) else 1
+    terms = a.shape[-1] * how.parts * components
     with np.errstate(all="ignore"):
         bound = gamma(terms, how.u) * how.stretch * _times(magnitude(a), magnitude(b))
         # One loss per product and one per addition; both are nothing where there is nothing to sum.
         bound = bound + 2 * terms * how.lost
         if how.unseen:
-            bound = bound + 1.01 * _absolute(a, b, how.unseen, how.unseen)
+            unseen = how.unseen * np.sqrt(components)  # in each component
+            bound = bound + 1.01 * _absolute(a, b, unseen, unseen)
         return bound * (2.0 if how is _DOUBLE else 1.0)
 
 

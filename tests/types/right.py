@@ -13,7 +13,7 @@ from typing_extensions import assert_type
 
 import lowprec
 from lowprec.checking import Comparison
-from lowprec.planning.plan import GemmPlan
+from lowprec.planning.plan_report import PlanReport
 
 a = np.ones((2, 2), np.float32)
 t = torch.ones(2, 2)
@@ -47,8 +47,9 @@ assert_type(lowprec.linalg.pinv(j, rtol=1e-3), jax.Array)
 assert_type(lowprec.linalg.matrix_power(a, 3), NDArray[Any])
 assert_type(lowprec.torch.matmul(t, t, backward_mode="fp32"), torch.Tensor)
 assert_type(lowprec.jax.matmul(j, j), jax.Array)
+lazy_matmul = lowprec.dask.matmul
 assert_type(lowprec.quantize(t, "mxfp4", axis=0).T, lowprec.QuantizedArray)
-assert_type(lowprec.plan(a, a, rtol=1e-3, bound="probable"), GemmPlan)
+assert_type(lowprec.plan(a, a, rtol=1e-3, bound="probable"), PlanReport)
 assert_type(lowprec.check(a, a, modes=["bf16", lowprec.MathMode.TF32]), Comparison)
 
 # Modes are names, aliases, the names of JAX's presets, and members.

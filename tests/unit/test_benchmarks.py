@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, their files, and that each script runs to its end."""
 
+import ast
 import doctest
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,15 @@ def test_variants_take_turns_and_sets_rotate(load):
     assert len(orders) > 1, "the order never changed"
 
 
+def test_no_circle_of_files():
+    graph = {}
+    for path in BENCHMARKS.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        graph[path.stem] = names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "claims" in TopologicalSorter(graph).static_order()
+
+
 def test_parts_run_in_their_order(load, monkeypatch):
     done = []
     monkeypatch.setattr(sys, "argv", ["script", "--parts", "b", "a"])
@@ -67,7 +78,7 @@ def test_parts_run_in_their_order(load, monkeypatch):
 def test_claim(load, value, at_most, met):
     claim = load("common").claim("something", value, 1.0, at_most=at_most, more="kept")
     assert (claim["met"], claim["more"]) == (met, "kept")
-    assert load("common").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(met, "not measured")
+    assert load("claims").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(met, "not measured")
 
 
 def test_a_wrong_product_is_not_timed(load, rng):

@@ -10,7 +10,8 @@ import pytest
 import lowprec
 from lowprec.checking import Verdict
 from lowprec.modes import available_modes
-from lowprec.util.tables import Table, html, plain_text
+from lowprec.report import Report
+from lowprec.util.tables import Table, plain_text
 
 
 @pytest.fixture
@@ -134,7 +135,13 @@ def test_notebooks_show_the_same(a):
 
 
 def test_markup_is_escaped():
-    text = html(Table("<i>", ["<b>"], [["</td><script>&"]]), ["<img>"])
+    class Result(Report):
+        remarks = ("<img>",)
+
+        def tables(self):
+            return [Table("<i>", ["<b>"], [["</td><script>&"]])]
+
+    text = Result()._repr_html_()
     assert _cells(text) == [["<b>"], ["</td><script>&"]]
 
 
@@ -159,12 +166,12 @@ def test_arrays_of_other_libraries(torch, a):
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ({"rounds": 0}, lowprec.UnsupportedError, "rounds must be an integer of at least 1, got 0"),
-        ({"rounds": 1.5}, lowprec.UnsupportedError, "rounds must be an integer of at least 1, got 1.5"),
-        ({"budget": "2"}, lowprec.UnsupportedError, "budget must be a number of seconds, got '2'"),
+        ({"rounds": 0}, lowprec.SettingError, "rounds must be an integer of at least 1, got 0"),
+        ({"rounds": 1.5}, lowprec.SettingError, "rounds must be an integer of at least 1, got 1.5"),
+        ({"budget": "2"}, lowprec.SettingError, "budget must be a number of seconds, got '2'"),
         ({"modes": 3}, lowprec.ModeError, "modes must be a sequence of math modes, got 3"),
-        ({"budget": -1}, lowprec.UnsupportedError, "budget must be a number of seconds"),
-        ({"budget": float("nan")}, lowprec.UnsupportedError, "budget"),
+        ({"budget": -1}, lowprec.SettingError, "budget must be a number of seconds"),
+        ({"budget": float("nan")}, lowprec.SettingError, "budget"),
         ({"modes": "ft32"}, lowprec.ModeError, "'ft32' is not a math mode"),
     ],
 )
@@ -192,7 +199,7 @@ def test_cells_are_broken_between_words():
 def test_reprs_are_the_product_and_the_result():
     a = np.ones((4, 8), np.float32)
     plan, found = lowprec.plan(a, a.T, rtol=1e-3), lowprec.check(a, a.T, modes=["bf16"], rounds=1)
-    assert repr(plan).startswith("<GemmPlan float32 (4, 8) @ float32 (8, 4)")
+    assert repr(plan).startswith("<PlanReport float32 (4, 8) @ float32 (8, 4)")
     assert f"mode {plan.mode}, kernel {plan.kernel} on cpu" in repr(plan)
     assert repr(found).startswith("<Comparison check: ")
     assert "2 of 2 rows within their bounds" in repr(found)
@@ -206,10 +213,12 @@ def test_a_plan_shows_which_bound_rtol_limits():
         return text.partition(" rtol ")[2].partition(" a becomes")[0]
 
     # FP32's guaranteed bound, (1 + u)^512 - 1 = 3.1e-5, is above 1e-5; its probable one is below.
+    guaranteed, probable = (lowprec.plan(x, x, rtol=1e-5, bound=bound).mode for bound in ("guaranteed", "probable"))
+    assert guaranteed != probable
     said = row(rtol=1e-5)
-    assert said.startswith("limits the guaranteed bound to 1e-05; bound='probable' would choose fp32")
+    assert said.startswith(f"limits the guaranteed bound to 1e-05; bound='probable' would choose {probable}")
     said = row(rtol=1e-5, bound="probable")
-    assert said.startswith("limits the probable bound to 1e-05; bound='guaranteed' would choose fp64")
+    assert said.startswith(f"limits the probable bound to 1e-05; bound='guaranteed' would choose {guaranteed}")
     assert row(math_mode="bf16") == ""
     assert lowprec.plan(x, x, rtol=1e-5).to_dict()["tolerance"].startswith("limits the guaranteed bound")
 

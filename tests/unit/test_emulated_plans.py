@@ -12,7 +12,7 @@ from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.costs import expected_cost
-from lowprec.planning.cublaslt.lowering import lower
+from lowprec.planning.lowering.call import lower
 from lowprec.planning.selection import select_mode
 from support import machines
 
@@ -99,12 +99,12 @@ def test_chunks_of_k_are_those_of_lowprec_s_products(mode, dtypes):
 
 def test_fp32_emulated_takes_the_emulation_where_it_is_the_cheapest():
     found = plan_gemm(square(4096), present((10, 0)), MathMode.FP32_EMULATED)
-    assert (found.scheme, found.kernel) == (MathMode.BF16X9, "cublaslt_bf16x9")
+    assert (found.runs_as, found.kernel) == (MathMode.BF16X9, "cublaslt_bf16x9")
     split, fp32 = (plan_gemm(square(4096), machines.gpu((10, 0)), m) for m in (MathMode.BF16X9, MathMode.FP32))
     assert expected_cost(found) < expected_cost(split)
     # Nine products at the cost of bfloat16's, without packing.
     assert expected_cost(found) == pytest.approx(9 * expected_cost(fp32) * 51.4 / 806)
-    assert "scheme        bf16x9\n" in str(found)
+    assert "scheme        bf16x9\n" in str(machines.report_on(found))
 
 
 def test_rtol_takes_bf16x9_by_the_bound_of_fp32_and_never_fp64_emulated():

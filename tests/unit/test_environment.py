@@ -66,6 +66,13 @@ def test_a_bad_mode_is_an_error_and_a_row_and_is_not_kept(name, monkeypatch):
     assert environment.snapshot().texts[name] == "fp16"
 
 
+def test_a_variable_that_is_not_read_is_a_problem(monkeypatch):
+    for name in ("LOWPREC_MTH_MODE", "LOWPREC_BUILD_TARGET", "LOWPREC_RUN_PROGRAM", "LOWPREC"):
+        monkeypatch.setenv(name, "tf32")
+    expected = "LOWPREC_MTH_MODE is not a variable of lowprec; did you mean 'LOWPREC_MATH_MODE'?"
+    assert environment.problems() == (expected,)
+
+
 @pytest.mark.parametrize("name", READ_ONCE)
 def test_the_first_value_holds(name, monkeypatch):
     first = environment.snapshot()

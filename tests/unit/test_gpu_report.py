@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.backends import disk
 from support.benchmark_modules import BENCHMARKS
 from support.programs import run_python
 
@@ -47,6 +48,9 @@ GOOD = {"ok": True}
     ("code", "status", "error", "rows", "state"),
     [
         (_part(rows=[GOOD, {"ok": False}, {"ok": None}]), 0, "", 3, "3 rows, 1 of 2 FAILED"),
+        (_part(rows=[{"ok": None, "error": "refused"}] * 2), 0, "", 2,
+         "2 rows, 2 with an ERROR"),
+        (_part(rows=[GOOD, {"ok": None, "error": "refused"}]), 0, "", 2, "2 rows, 1 with an ERROR"),
         # A crash keeps the rows before it.
         (_part(rows=[GOOD], complete=False) + "raise RuntimeError('the driver is gone')", 1,
          "exit status 1; it ended before it was done", 1, "before it was done; 1 rows, all well"),
@@ -106,28 +110,33 @@ def run_all(load, tmp_path):
     """Run the report with parts that only record their calls; return these, and the report."""
     report, out = load("gpu_report"), tmp_path / "out"
 
-    def run(*names, gone_s=0.0, gpu=False, **given):
+    def run(*names, gone_s=0.0, gpu=False, begun=True, smoke=None, **given):
         asked = []
 
         def execute(_, log, limit, variables, reader):
             # The report is rewritten after each part.
-            assert (out / "gpu-here.json").exists() is bool(asked)
+            assert not begun or (out / "gpu-here.json").exists() is bool(asked)
             asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
             assert variables.get("NVIDIA_TF32_OVERRIDE") == {"override-0": "0"}.get(log.stem)
             log.write_text(f"output of {log.stem}")
-            facts = {"name": "here", "gpu": {"cublas": "13.1"} if gpu else None, "why_no_gpu": "no driver", **given}
+            facts = {"name": "here", "gpu": {"cublas": "13.1"} if gpu else None, "why_no_gpu": "no driver"}
+            facts |= {"versions": {}, "commit": None, **given}
+            if log.stem == "smoke":
+                return {**report.parts.not_run(""), **smoke}
             if log.stem == given.get("broken"):
                 raise OSError("no more processes")
             return {
                 **report.parts.not_run(""), "complete": True, "facts": facts if log.stem == "device" else {},
             }  # fmt: skip
 
+        parts = ",".join(name for name in names if name.isidentifier() or "-0" in name)
+        others = names[names.index("--part-limit") :] if "--part-limit" in names else []
         options = report._parser().parse_args(
-            ["--quick", "--out", str(out), "--limit", "100", "--parts", ",".join(names)]
+            ["--quick", "--out", str(out), "--limit", "100", "--parts", parts, *others]
         )
         path, content = report.run_all(options, tmp_path, begin=time.monotonic() - gone_s, execute=execute)
         assert json.loads(path.read_text()) == content
-        assert path.with_suffix(".log").read_text().count("output of") == len(asked)
+        assert not begun or path.with_suffix(".log").read_text().count("output of") == len(asked)
         return asked, content
 
     return run
@@ -164,19 +173,69 @@ def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_re
     assert results["rounding"]["question"] == "How does FAST_TF32 round its operands?"
 
 
-def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load):
-    limits, parts = load("gpu_report").limits(), load("gpu.parts")
-    names = list(limits)
-    first = ["device", "limits", "override", "rounding", "accumulation"]
-    assert [name for name in names if name in first] == first
-    assert {"test_products", "test_device", "test_kernels", "test_cublas_handle"} <= set(names)
-    assert names[-1] == "test_kernels"
-    assert max(limits.values()) <= 60
-    # Even if all of these take as long as they may, there is time for the tests.
-    assert sum(limits[name] for name in first) + parts.TESTS_S <= parts.TOTAL_S == 450
-    assert all(parts.question(name).endswith("?") for name in names)
+def test_two_runs_have_all_parts_in_the_order_of_their_value(load):
+    report, parts = load("gpu_report"), load("gpu.parts")
+    limits, modules = report.limits(), set(report.tests.modules())
+    runs = {run: parts.run_order(run, sorted(modules)) for run in parts.RUNS}
+    assert set(limits) == {name for names in runs.values() for name in names} == {*parts.MEASUREMENTS, *modules}
+    assert runs["first"][:5] == ["device", "smoke", "compiling", "accuracy", "test_programs"]
+    first = [n for n in runs["first"] if n in ("rounding", "test_cublas_handle", "test_products", "quantizing", "host")]
+    assert first == ["rounding", "test_cublas_handle", "test_products", "quantizing", "host"]
+    assert runs["second"][2:] == ["speed", "splits", "formats", "ordering", "limits", "test_kernels"]
+    # Even if all of them take as long as they may, each run ends before the ten minutes.
+    tests = [n for n in runs["first"] if n in modules]
+    assert sum(limits[n] for n in runs["first"] if n not in tests) + parts.ALL_TESTS_S <= parts.TOTAL_S < 600
+    assert sum(limits[n] for n in runs["second"]) <= parts.TOTAL_S
+    assert report._names("second") == runs["second"]
+    assert all(parts.question(name).endswith("?") for name in limits)
     for name in parts.MEASUREMENTS:
         assert callable(parts.runner(name))
+
+
+def test_the_limit_of_a_part_can_be_set(run_all):
+    asked, _ = run_all("host", "--part-limit", "7", gpu=True)
+    assert [limit for _, limit, _ in asked] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("smoke", "reason"),
+    [
+        ({"rows": [{"step": f"mode {mode}", "ok": True, "seconds": 1.0, "note": ""} for mode in ("fp32", "bf16")]}, ""),
+        ({"rows": [{"step": "mode fp32", "ok": False, "seconds": 1.0, "note": "NaN"}]}, "mode fp32 failed: NaN"),
+        ({"error": "exit status -11"}, "mode fp32 has not run: exit status -11"),
+    ],
+)
+def test_a_failed_first_contact_ends_the_report_with_advice(run_all, capsys, smoke, reason):
+    asked, content = run_all("smoke", "rounding", gpu=True, smoke=smoke)
+    assert [name for name, *_ in asked] == ["device", "smoke", *([] if reason else ["rounding"])]
+    assert content["results"]["rounding"]["not_run"] == reason
+    printed = capsys.readouterr().out
+    assert all(row["step"] in printed for row in smoke.get("rows", ()))
+    assert (f"{reason}. Look at" in printed) is bool(reason)
+
+
+@pytest.mark.parametrize("commit", ["a", "b"])
+def test_a_second_run_keeps_the_other_parts_of_the_first(run_all, commit):
+    run_all("host", "rounding", gpu=True, commit="a")
+    _, content = run_all("rounding", gpu=True, commit=commit, begun=False)
+    kept = ["device", "host", "rounding"] if commit == "a" else ["device", "rounding"]
+    assert sorted(content["results"]) == kept
+
+
+def test_runs_share_compiled_kernels_and_nothing_else(load, tmp_path, monkeypatch):
+    report, kept = load("gpu_report"), tmp_path / "kept"
+    caches = []
+    for name in ("one", "two"):
+        monkeypatch.setenv("LOWPREC_CACHE_DIR", str(kept))
+        (tmp_path / name).mkdir()
+        caches.append(report._cache(tmp_path / name))
+        monkeypatch.setenv("LOWPREC_CACHE_DIR", str(caches[-1]))
+        assert disk.read("kernels/x.cubin") == (b"code" if name == "two" else None)
+        assert disk.read("autotune.json") is None
+        disk.write("kernels/x.cubin", b"code")
+        disk.write("autotune.json", b"{}")
+    assert (kept / "kernels" / "x.cubin").read_bytes() == b"code"
+    assert os.listdir(kept) == ["kernels"]
 
 
 @pytest.mark.parametrize("tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)])
@@ -238,6 +297,27 @@ def test_claims_are_judged_at_their_worst(load, part, rows, what, value, met):
     found = _claims(load, **{part: rows})
     assert (found[what]["value"], found[what]["met"]) == (value, met)
     assert met is not None or {c["met"] for c in found.values()} == {None}
+
+
+def test_speed_completes_one_claim_after_another_by_size(load, torch, tmp_path, monkeypatch):
+    speed, parts, verdicts = load("gpu.speed"), load("gpu.parts"), load("gpu.verdicts")
+    asked: list[tuple[str, int, bool]] = []
+
+    def measure(torch, name, shape, seed, ticks, *, tune):
+        asked.append((name, shape[0], tune))
+        return [_speed(name, shape[0], 2.0, tuned=tuned) for tuned in ((False, True) if tune else (False,))]
+
+    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(speed.clock, "EventClock", lambda torch: None)
+    part = parts.Part(tmp_path / "part.json")
+    speed.speed(part, parts.Options(quick=False, seed=0))
+    first = [(name, n) for name, n, _ in asked[: 1 + len(verdicts.KINDS) * len(verdicts.SIZES)]]
+    assert first == [("float32 bf16", 8192), *((kind, n) for kind in verdicts.KINDS for n in verdicts.SIZES)]
+    assert list(verdicts.SIZES) == sorted(verdicts.SIZES)
+    # The largest product in FP32 is not tuned, and its claim does not need it.
+    assert ("float32 fp32", 16384, False) in asked
+    claims = {c["what"]: c["met"] for c in verdicts.claims({"speed": {"rows": part.rows}})}
+    assert [met for what, met in claims.items() if "worst size" in what] == [True] * 8
 
 
 class HostClock:
@@ -332,7 +412,7 @@ def test_a_tuned_product_is_checked(load, torch, monkeypatch):
 
 _TESTS = """
 import pytest
-def test_holds(): pass
+def test_holds(record_property): record_property("measured", [1.5])
 def test_fails(): assert 1 == 2, "so it is"
 @pytest.mark.skip(reason="no GPU")
 def test_skipped(): pass
@@ -373,6 +453,7 @@ def test_tests_are_counted_by_feature(load, tmp_path):
         "test_a": False, "test_b": True, "test_d": None,
     }  # fmt: skip
     assert {r["device"] for r in found["rows"]} == {"gpu"}
+    assert [r.get("measured") for r in found["rows"]] == [[[1.5]], None, None]
     said = {f["id"]: f["message"] for f in found["facts"]["failures"]}
     assert set(said) == {"test_a.py::test_fails", "test_a.py::test_teardown", "test_c.py"}
     assert "so it is" in said["test_a.py::test_fails"]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import ACTIVATIONS, Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
-from lowprec.planning.cublaslt import calls, lowering
+from lowprec.planning.cublaslt import calls
 from lowprec.planning.cublaslt.calls import split_batches
-from lowprec.planning.cublaslt.lowering import lower
+from lowprec.planning.lowering import call as lowering
+from lowprec.planning.lowering.call import lower
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
 from support.machines import gpu
@@ -188,7 +189,7 @@ def test_split_batches_contains_every_matrix_once(shape, rows, most):
 def test_a_call_has_at_most_65535_matrices(count, calls):
     a, b = contiguous((count, 2, 4), DType.FLOAT32), contiguous((count, 4, 4), DType.FLOAT32)
     call = lowered(a, b)
-    assert [(part.batch_count, len(part.offsets)) for part in call.parts] == calls
+    assert [(part.batch_count, len(part.offsets)) for part in call.runs] == calls
 
 
 def test_tensor_cores_of_each_generation():

@@ -41,7 +41,25 @@ def test_an_unknown_name_lists_the_known_ones(name):
     assert mode_names() in str(e.value)
 
 
-def test_a_misspelt_name_has_a_suggestion():
-    for name, meant in (("bf61", "bf16"), ("TF23", "tf32"), ("hgih", "high")):
-        with pytest.raises(ModeError, match=f"; did you mean {meant!r}\\?$"):
-            parse_mode(name)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("bf61", "bf16"), ("TF23", "tf32"), ("hgih", "high")]
+    # The words of other libraries and of data sheets, some of which are more similar to the name of another format.
+    + [(name, "nvfp4") for name in ("fp4", "float4", "int4", "e2m1", "Float4_e2m1fn_x2")]
+    + [(name, "fp8") for name in ("float8", "e4m3", "e5m2", "fp8_e4m3", "float8_e4m3fn")]
+    + [("half", "fp16"), ("single", "fp32"), ("double", "fp64"), ("f16", "fp16"), ("fp6", "mxfp8")],
+)
+def test_a_misspelt_name_has_a_suggestion(name, meant):
+    with pytest.raises(ModeError, match=f"; did you mean {meant!r}\\?$"):
+        parse_mode(name)
+
+
+def test_an_element_type_that_is_no_mode_has_no_suggestion():
+    with pytest.raises(ModeError, match=r"int8_blocks$"):
+        parse_mode("int16")
+
+
+@pytest.mark.parametrize("given", [print, Exception], ids=["a function", "a class"])
+def test_a_function_or_a_model_belongs_in_the_block(given):
+    with pytest.raises(ModeError, match=f"is a {type(given).__name__}, not a math mode; call it in a block: with"):
+        parse_mode(given)

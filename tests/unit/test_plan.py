@@ -7,11 +7,12 @@ import pickle
 import pytest
 
 from lowprec.backends.cpu.kernel_rows import kernels_of
-from lowprec.errors import DTypeError, ShapeError, UnsupportedError
+from lowprec.errors import DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes, row
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
+from support import machines
 from support.machines import AMX, AVX2, AVX512, BARE, ROWS
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
@@ -29,7 +30,7 @@ def problem(a, b=None, size=512, **kwargs):
 
 
 def plan(p, mode=MathMode.FP32, capabilities=BARE):
-    return plan_gemm(p, capabilities, mode)
+    return machines.report_on(plan_gemm(p, capabilities, mode))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_a_c_without_beta_is_not_read():
 
 @pytest.mark.parametrize("name", ["swish", "", 3])
 def test_an_unknown_activation_is_refused_with_the_legal_ones(name):
-    with pytest.raises(UnsupportedError, match="choose one of: relu, gelu, None"):
+    with pytest.raises(SettingError, match="choose one of: relu, gelu, None"):
         parse_activation(name)
 
 
@@ -245,12 +246,15 @@ def test_copies_are_made_only_where_blas_cannot_express_the_strides(p, mode, cap
 
 
 def test_plans_are_cached_hashable_and_picklable():
-    first = plan(problem(F32), MathMode.TF32)
-    assert plan(problem(F32), MathMode.TF32) is first
-    assert plan(problem(F32), MathMode.BF16) is not first
-    assert plan(problem(F32), MathMode.TF32, AVX2) is not first
+    first = plan_gemm(problem(F32), BARE, MathMode.TF32)
+    assert plan_gemm(problem(F32), BARE, MathMode.TF32) is first
+    assert plan_gemm(problem(F32), BARE, MathMode.BF16) is not first
+    assert plan_gemm(problem(F32), AVX2, MathMode.TF32) is not first
     assert hash(first) == hash(dataclasses.replace(first))
     assert pickle.loads(pickle.dumps(first)) == first
+    report = machines.report_on(first)
+    assert hash(report) == hash(machines.report_on(first))
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def test_to_dict_is_ready_for_json():
     assert plain["problem"]["a"] == {"dtype": "float32", "shape": [512, 512], "strides": [512, 1], "blocks": None}
     assert plain["kernel"] == "bf16_amx_pair"
     assert plain["bound"]["relative"] == made.bound.relative
-    assert plain["resolved"] is None
+    assert plain["resolved"]["source"] == "default"
 
 
 def test_an_infinite_bound_is_null_in_json():

@@ -190,13 +190,13 @@ def test_products_of_all_threads_or_of_one():
 
 @pytest.mark.parametrize("threads", ["none", None, "All"])
 def test_other_threads_are_refused(threads):
-    with pytest.raises(lowprec.UnsupportedError, match="'all', 'current'"):
+    with pytest.raises(lowprec.SettingError, match="'all', 'current'"):
         lowprec.profile(threads=threads)
 
 
 @pytest.mark.parametrize("label", [len, 3, None], ids=str)
 def test_a_label_is_text(label):
-    with pytest.raises(lowprec.UnsupportedError, match=r"a label, which is text, got .*its block"):
+    with pytest.raises(lowprec.SettingError, match=r"a label, which is text, got .*its block"):
         lowprec.profile(label)
 
 
@@ -394,7 +394,7 @@ def test_table_by_range(prof):
     by_name = {row.split("  ")[1]: row.split() for row in rows}
     assert by_name["step"][1] == "3"
     assert by_name["(outside of ranges)"][3] == "3"
-    with pytest.raises(lowprec.UnsupportedError, match="'product', 'range'"):
+    with pytest.raises(lowprec.SettingError, match="'product', 'range'"):
         prof.table(by="mode")
 
 

@@ -75,3 +75,13 @@ def test_a_misspelt_name_is_an_error():
         _ = lowprec.matmull
     with pytest.raises(TypeError, match="math_mod"):
         lowprec.matmul(1, 1, math_mod="tf32")
+
+
+@pytest.mark.parametrize("name", ["matmul", "plan", "autotune", "linear", "einsum", "tensordot", "vecdot"])
+def test_signatures_show_each_argument(name):
+    function = getattr(lowprec, name)
+    shown = inspect.signature(function)
+    assert "math_mode: 'ModeLike | None' = None" in str(shown)
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in shown.parameters.values())
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'math_mod'"):
+        function("ij,j", None, math_mod="bf16")

@@ -1,6 +1,7 @@
 """``math_mode`` and ``fp32_guard`` as blocks, decorators and wrappers, over threads and tasks."""
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -13,7 +14,8 @@ import pytest
 
 from lowprec.errors import LowprecWarning, ModeError
 from lowprec.modes import MathMode
-from lowprec.policy import fp32_guard, get_math_mode, math_mode, set_math_mode
+from lowprec.policy import emulate, entries, fp32_guard, get_math_mode, math_mode, set_math_mode
+from support.programs import run_python
 
 FP32, PEDANTIC = MathMode.FP32, MathMode.FP32_PEDANTIC
 TF32, BF16, FP16 = MathMode.TF32, MathMode.BF16, MathMode.FP16
@@ -76,14 +78,109 @@ def test_blocks_that_end_out_of_order_do_not_undo_each_other(make, inside):
 
 
 @scopes
-def test_an_exit_in_another_context_changes_neither(make, inside):
-    with make() as scope:
-        with pytest.warns(LowprecWarning, match=r"\(.*\) was left in another thread or task than"):
-            contextvars.Context().run(scope.__exit__, None, None, None)
-        assert get_math_mode() is inside
-        # A copy has the entry, and loses only its own.
-        contextvars.copy_context().run(scope.__exit__, None, None, None)
-        assert get_math_mode() is inside
+def test_an_exit_in_another_context_ends_the_block(make, inside):
+    for make_context in (contextvars.Context, contextvars.copy_context):
+        scope = make().__enter__()
+        leave = functools.partial(make_context().run, scope.__exit__, None, None, None)
+        if make_context is contextvars.Context:
+            with pytest.warns(LowprecWarning, match=r"\(.*\) was left in another thread or task than"):
+                leave()
+        else:
+            leave()
+        assert get_math_mode() is OUTSIDE
+        with scope:
+            assert get_math_mode() is inside
+
+
+@scopes
+def test_copies_of_a_context_that_outlive_the_block(make, inside):
+    """As of tasks, and of threads that inherit the context."""
+    outer, inner = math_mode("bf16x3"), make()
+    seen = []
+
+    def look():
+        seen.append(get_math_mode())
+
+    with outer:
+        with inner:
+            innermost = contextvars.copy_context()
+            innermost.run(look)
+            nested = math_mode("tf32")
+            innermost.run(nested.__enter__)
+        middle = contextvars.copy_context()
+        innermost.run(look)
+        middle.run(look)
+    innermost.run(nested.__exit__, None, None, None)
+    for context in (innermost, middle):
+        context.run(look)
+        with outer:
+            context.run(look)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(context.run, look).result()
+    assert seen == [inside, TF32, MathMode.BF16X3] + [OUTSIDE] * 6
+
+
+@scopes
+def test_blocks_that_end_out_of_order_for_ever_leave_no_entries(make, inside):
+    """The first one of a pair ends first, so that the second one's entry has an ended one outside of it."""
+    before = entries.current.get()
+    for _ in range(3):
+        first, second = make(), make()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+    assert entries.current.get() is before
+    assert first._open == second._open == {}
+
+
+def test_thousands_of_blocks_that_were_not_left():
+    """As those of scopes with a name, whose ``__exit__`` an interrupt has prevented."""
+    outer, named = math_mode("tf32").__enter__(), fp32_guard()
+    for _ in range(1500):
+        named.__enter__()
+    outer.__exit__(None, None, None)
+    assert get_math_mode() is FP32
+    for _ in range(1500):
+        named.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("make", [math_mode, fp32_guard, emulate], ids=lambda make: make.__name__)
+def test_a_scope_that_is_not_used_warns_with_its_line(make, recwarn):
+    argument = {math_mode: "bf16", fp32_guard: True, emulate: "volta"}[make]
+    line = inspect.currentframe().f_lineno + 1
+    scope = make(argument)
+    assert not recwarn.list
+    del scope
+    (warning,) = recwarn.list
+    assert (warning.category, warning.filename, warning.lineno) == (LowprecWarning, __file__, line)
+    assert str(warning.message).startswith("the scope was made and not used, so it had no effect; open it by 'with'")
+    with make(argument), contextlib.ExitStack() as stack:
+        stack.enter_context(make(argument))
+        make(argument)(plain)
+        make(argument).wrap(plain)
+        with pytest.raises((TypeError, ValueError), match="no_such"):
+            make(no_such=1)
+        pickle.loads(pickle.dumps(make(argument))).__enter__().__exit__(None, None, None)
+    assert recwarn.list == [warning]
+
+
+def test_no_warning_at_the_end_of_the_interpreter():
+    program = """
+        import lowprec
+        unused, entered = lowprec.fp32_guard(), lowprec.math_mode("bf16").__enter__()
+        lowprec.cycle = [lowprec.emulate("volta")]
+        lowprec.cycle.append(lowprec.cycle)
+        print("end")
+    """
+    assert run_python(program) == "end"
+
+
+@scopes
+def test_a_scope_that_is_collected_while_it_is_open_has_ended(make, inside):
+    with pytest.warns(LowprecWarning, match="the scope was collected without being left, and has ended"):
+        make().__enter__()
+    assert get_math_mode() is OUTSIDE
 
 
 def test_the_process_default_reaches_every_thread():

@@ -1,6 +1,6 @@
 """``rtol``: the cheapest mode whose bound is within it, and an account of all the others."""
 
-import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +76,20 @@ def test_no_mode_within_rtol_is_an_error_with_the_bounds():
         select_mode(square(DType.FLOAT32), AMX, 1e-9)
 
 
+@pytest.mark.parametrize("machine", [AMX, BARE, gpu()], ids=["amx", "bare", "gpu"])
+def test_the_order_of_the_bounds_in_the_error_does_not_depend_on_costs(machine):
+    """It is that of the mode table; of a result without elements all costs are the same."""
+    orders = set()
+    for m, n in [(3, 0), (1, 1), (1, 4096), (4096, 4096)]:
+        specs = [OperandSpec.contiguous(DType.FLOAT32, shape) for shape in ((m, 64), (64, n))]
+        with pytest.raises(ModeError, match=r"bounds: fp32 .*, tf32 ") as caught:
+            select_mode(GemmProblem(*specs), machine, 1e-30)
+        orders.add(tuple(re.findall(r"(\w+) [\d.e-]+[,.]", str(caught.value).partition("bounds: ")[2])))
+    (order,) = orders
+    others = ["int8_blocks"] * (machine.compute_capability is not None)  # for CPUs alone
+    assert list(order) == [m for m in available_modes() if not m.endswith("emulated") and m not in others]
+
+
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.BFLOAT16, DType.INT8])
 def test_storage_that_modes_leave_alone_has_one_candidate(dtype):
     selection = select_mode(square(dtype), AMX, 0.1)
@@ -85,7 +99,7 @@ def test_storage_that_modes_leave_alone_has_one_candidate(dtype):
 def test_the_plans_candidates_print():
     p = square(DType.FLOAT32)
     selection = select_mode(p, AMX, 2e-3)
-    plan = dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
+    plan = machines.report_on(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
     text = " ".join(str(plan).split())
     assert "mode bound cost verdict" in text
     assert "bf16x3 3.28e-05 0.46 taken: the cheapest" in text
@@ -183,5 +197,5 @@ def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, expecte
 @pytest.mark.parametrize(("device", "mentioned"), [(machines.BARE, False), (machines.gpu(), True)])
 def test_tensor_cores_are_mentioned_if_present(device, mentioned):
     odd = OperandSpec.contiguous(DType.FLOAT32, (1001, 1001))
-    advice = plan_gemm(GemmProblem(odd, odd), device, MathMode.TF32).advice
+    advice = advise(plan_gemm(GemmProblem(odd, odd), device, MathMode.TF32))
     assert any("tensor cores" in str(reason) for reason in advice) is mentioned

@@ -45,6 +45,7 @@ def results(folder, name, skips):
         (ABSENT, "numba is not installed", set(), True),
         (f"perhaps {ABSENT}", "numba is not installed", set(), False),
         (NO_LIBRARY, "nvmath is not installed", set(), True),
+        ("CuPy needs a GPU", "nvmath is not installed", set(), True),
     ],
 )
 def test_tests_skipped_everywhere(checker, monkeypatch, tmp_path, full, minimal, flags, is_fair):

@@ -175,17 +175,17 @@ def test_fp64_rounds_once():
 @pytest.mark.parametrize("able", [machines.BARE, machines.AVX2])
 def test_fp32_emulated_is_fp32_where_nothing_is_faster(able):
     plan = plan_gemm(square(2048), able, MathMode.FP32_EMULATED)
-    assert (plan.mode, plan.scheme) == (MathMode.FP32_EMULATED, MathMode.FP32)
-    assert "scheme        fp32\n" in str(plan)
+    assert (plan.mode, plan.runs_as) == (MathMode.FP32_EMULATED, MathMode.FP32)
+    assert "scheme        fp32\n" in str(machines.report_on(plan))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_fp32_emulated_is_as_exact_as_fp32(capability):
     able = machines.gpu(capability)
     plan = plan_gemm(square(4096), able, MathMode.FP32_EMULATED)
-    assert plan.scheme is MathMode.BF16X6
+    assert plan.runs_as is MathMode.BF16X6
     assert plan.bound.relative <= plan_gemm(square(4096), able, MathMode.FP32).bound.relative
-    assert not row(plan.scheme).uses_tf32
+    assert not row(plan.runs_as).uses_tf32
 
 
 def test_fp32_emulated_takes_no_scheme_with_a_larger_bound(monkeypatch):
@@ -196,7 +196,7 @@ def test_fp32_emulated_takes_no_scheme_with_a_larger_bound(monkeypatch):
         able, short, long = machines.gpu((8, 0)), square(4), square(4096)
         fp32, six = (plan_gemm(short, able, mode) for mode in (MathMode.FP32, MathMode.BF16X6))
         assert six.bound.relative > fp32.bound.relative
-        assert plan_gemm(short, able, MathMode.FP32_EMULATED).scheme is MathMode.FP32
-        assert plan_gemm(long, able, MathMode.FP32_EMULATED).scheme is MathMode.BF16X9
+        assert plan_gemm(short, able, MathMode.FP32_EMULATED).runs_as is MathMode.FP32
+        assert plan_gemm(long, able, MathMode.FP32_EMULATED).runs_as is MathMode.BF16X9
     finally:
         plan_gemm.cache_clear()

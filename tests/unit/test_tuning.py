@@ -19,7 +19,7 @@ def test_a_cpu_leaves_nothing_to_choose():
 
 @pytest.mark.parametrize("candidates", [0, 257, -1, True, "x", None, 1.5])
 def test_the_number_of_candidates_is_checked(candidates):
-    error = lowprec.UnsupportedError if isinstance(candidates, int) else TypeError
+    error = lowprec.SettingError if isinstance(candidates, int) else TypeError
     with pytest.raises(error, match=r"candidates must be from 1 to 256|integer"):
         lowprec.autotune(A, A, candidates=candidates)
 

@@ -110,7 +110,7 @@ def test_an_interrupt_anywhere_leaves_one_that_works(stopped):
         for work, waiter in made[-1:]:
             waiter.wake()
             assert work.done.wait(LONG_S)
-    assert len(made) > 5
+    assert len(made) >= 5
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

@@ -40,10 +40,7 @@ def _capabilities() -> Capabilities:
     rows = kernels_of(cpuinfo.machine())
     if (why := library.unavailable_reason()) is not None:
         rows = tuple(row._replace(missing=why) for row in rows)
-    hidden = environment.hidden_cpu_flags()  # also where the system does not list the processor's flags
-    units = {row.requires: row for row in rows if row.requires in library.units()}
-    usable = (name for name, row in units.items() if name and hidden.isdisjoint(row.instruction_sets))
-    return Capabilities("cpu", cpuinfo.cpu_name(), rows, frozenset(usable))
+    return Capabilities("cpu", cpuinfo.cpu_name(), rows, library.units())
 
 
 @functools.cache
@@ -58,7 +55,7 @@ def info() -> dict[str, Any]:
     warnings: list[str] = []
     try:
         able = _capabilities()
-        rows = [row for row in able.kernels if row.requires in able.features]
+        rows = [x for x in able.kernels if x.requires in able.features and x.summation is not Summation.BLOCKS]
         device["instruction_sets"] = list(_instruction_sets(rows))
         device["units"] = [row.units for row in rows if row.holds_in is None and row.parts == 1]
         warnings = list(_warnings(rows))

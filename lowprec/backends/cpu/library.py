@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from lowprec.errors import BackendError
 from lowprec.formats import DType
+from lowprec.policy import environment
+
+T = TypeVar("T")
 
 _I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
-#: ``lp_type`` by element type, and by format of quantised arrays.
+#: ``lp_type`` by element type, and by format of quantised arrays; "uint4" is int4 with zeros.
 TYPES = {
     DType.FLOAT32: 0, DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.FLOAT8_E4M3FN: 3, DType.FLOAT8_E5M2: 4, DType.INT8: 5,
     DType.INT32: 6, DType.COMPLEX64: 7,
 }  # fmt: skip
-BLOCK_TYPES = {"mxfp8": 8, "mxfp4": 9, "nvfp4": 10}
+BLOCK_TYPES = {
+    "mxfp8": 8, "mxfp4": 9, "nvfp4": 10, "fp8_rows": 11, "int8": 12, "int8_blocks": 12, "int4": 13, "uint4": 14,
+}  # fmt: skip
 
-#: ``lp_unit``, in its order.
-UNITS = (
-    "fp32_avx2", "int8_avx2", "int8_avxvnni", "fp32_avx512", "bf16_avx512", "int8_avx512", "bf16_amx", "int8_amx",
-    "fp32_neon", "bf16_neon", "int8_neon",
-)  # fmt: skip
+#: Instruction sets of the units, in the order of ``lp_unit``.
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
+    "fp32_avx2": ("avx2",),
+    "int8_avx2": ("avx2",),
+    "int8_avxvnni": ("avx2", "avx_vnni"),
+    "fp32_avx512": ("avx512f",),
+    "bf16_avx512": ("avx512f", "avx512_bf16"),
+    "int8_avx512": ("avx512f", "avx512_vnni"),
+    "bf16_amx": ("avx512f", "amx_tile", "amx_bf16"),
+    "int8_amx": ("avx512f", "amx_tile", "amx_int8"),
+    "fp32_neon": (),
+    "bf16_neon": (),
+    "int8_neon": (),
+}
+UNITS = tuple(INSTRUCTION_SETS)
+
+#: Numbers of 32 bits in a vector.
+_LANES = {"avx2": 8, "avxvnni": 8, "neon": 4}
 
 #: ``lp_status``.
 OK, UNSUPPORTED, NO_MEMORY, NOT_FINITE = range(4)
@@ -40,7 +59,7 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         ("row", _I64), ("col", _I64),
         ("row_offsets", _POINTER), ("inner_offsets", _POINTER), ("batch_offsets", _POINTER),
-        ("scale_col", _I64), ("type", _I32), ("packed", _I32),
+        ("scale_col", _I64), ("block", _I64), ("type", _I32), ("packed", _I32),
     )  # fmt: skip
 
 
@@ -54,16 +73,6 @@ class Scheme(ctypes.Structure):
     )  # fmt: skip
 
 
-class Product(ctypes.Structure):
-    """``lp_product``."""
-
-    _fields_ = (
-        ("m", _I64), ("n", _I64), ("k", _I64), ("batches", _I64),
-        ("a", Matrix), ("b", Matrix), ("out", Matrix), ("c", Matrix), ("bias", Matrix),
-        ("scheme", Scheme), ("unit", _I32), ("activation", _I32),
-    )  # fmt: skip
-
-
 class Quantizer(ctypes.Structure):
     """``lp_quantizer``."""
 
@@ -73,6 +82,17 @@ class Quantizer(ctypes.Structure):
         ("scale_vector", _I64), ("scale_inner", _I64), ("block_vectors", _I64), ("block_k", _I64),
         ("seed", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("type", _I32), ("elements", _I32), ("scaling", _I32),
         ("stochastic", _I32), ("hadamard", _I32), ("codes", _I32),
+    )  # fmt: skip
+
+
+class Product(ctypes.Structure):
+    """``lp_product``."""
+
+    _fields_ = (
+        ("m", _I64), ("n", _I64), ("k", _I64), ("batches", _I64),
+        ("a", Matrix), ("b", Matrix), ("out", Matrix), ("c", Matrix), ("bias", Matrix),
+        ("scheme", Scheme), ("unit", _I32), ("activation", _I32),
+        ("rounding", Quantizer * 2), ("scale_order", _POINTER * 2), ("piece", _I64), ("last_unit", _I32), ("pad", _I32),
     )  # fmt: skip
 
 
@@ -90,8 +110,9 @@ class Functions(NamedTuple):
 
     version: Callable[[], int]
     units: Callable[[], int]
+    use_units: Callable[[int], None]
     gemm: Callable[..., int]  # reference to a Product, bytes of an lp_call -> status
-    pack: Callable[..., int]
+    pack: Callable[..., int]  # Product, bytes of an lp_call, target -> bytes
     unscale: Callable[..., int]
     quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
     emulate: Callable[..., int]
@@ -106,8 +127,9 @@ class Functions(NamedTuple):
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     "version": (ctypes.c_uint64, ()),
     "units": (_I64, ()),
+    "use_units": (None, (_I64,)),
     "gemm": (_I32, None),
-    "pack": (_I64, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
+    "pack": (_I64, (_POINTER, ctypes.c_char_p, _POINTER)),
     "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
     "quantize": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "emulate": (_I32, (_POINTER, _POINTER, _POINTER, _I64, _I64, _I64, _POINTER, _I32)),
@@ -141,11 +163,18 @@ def _loaded() -> tuple[Functions | None, str]:
     if not os.path.isfile(_PATH):
         note = os.path.splitext(_PATH)[0] + ".txt"
         why = _read(note).decode().strip() if os.path.isfile(note) else "run `python hatch_build.py`"
+        if getattr(sys, "frozen", False):
+            why = f"this program was packed without {os.path.basename(_PATH)}: add the files of lowprec to it"
+        elif not os.path.isdir(os.path.dirname(_PATH)):
+            why = "no library can be loaded from an archive: install lowprec instead"
         return None, f"built without kernels ({why})"
     try:
+        open(_PATH, "rb").close()  # the loader's error has no number
         library, holding_gil = ctypes.CDLL(_PATH), ctypes.PyDLL(_PATH)
     except OSError as error:
-        if type(error) not in (OSError, FileNotFoundError):  # of a signal handler, such as TimeoutError
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # raised, so that the next product tries again
+            raise BackendError(f"the kernels cannot be loaded ({error}); close files and multiply again") from None
+        if type(error) not in (OSError, FileNotFoundError, PermissionError):  # of a signal handler, as TimeoutError
             raise
         return None, f"the kernels cannot be loaded ({error})"
     library.lp_version.restype = ctypes.c_uint64
@@ -159,6 +188,27 @@ def _loaded() -> tuple[Functions | None, str]:
         function.restype, function.argtypes = _SIGNATURES[name.partition("_holding")[0]]
     functions = Functions(**found)
     return functions, ""
+
+
+#: Set while calls of the BLAS are intercepted (`core/blas.py`): lets those of this thread pass, or no longer.
+pass_blas: Callable[[int], int] | None = None
+
+
+def untaken(function: Callable[..., T], *args: Any, **keywords: Any) -> T:
+    """Call a function whose products no interception takes."""
+    set_depth = pass_blas
+    if set_depth is None:
+        return function(*args, **keywords)
+    before = set_depth(1)
+    try:
+        return function(*args, **keywords)
+    finally:
+        set_depth(before)
+
+
+def path() -> str:
+    """Return the path of the library."""
+    return _PATH
 
 
 def library() -> Functions | None:
@@ -181,9 +231,22 @@ def unavailable_reason() -> str | None:
 
 @functools.cache
 def units() -> frozenset[str]:
-    """Return the names of the units of this CPU; empty without the library."""
+    """Return the units of this CPU without those that ``LOWPREC_MAX_CPU_ISA`` hides, also from the library.
+
+    Empty without the library. Raises EnvironmentVariableError for an illegal value.
+    """
     found = library()
-    return frozenset(name for i, name in enumerate(UNITS) if found is not None and found.units() >> i & 1)
+    if found is None:
+        return frozenset()
+    hidden = environment.hidden_cpu_flags()
+    found.use_units(sum(1 << i for i, name in enumerate(UNITS) if hidden.isdisjoint(INSTRUCTION_SETS[name])))
+    usable = found.units()
+    return frozenset(name for i, name in enumerate(UNITS) if usable >> i & 1)
+
+
+def lanes(unit: int) -> int:
+    """Return the numbers of 32 bits in a vector of a unit, on which the order of stored codes depends."""
+    return _LANES.get(UNITS[unit].partition("_")[2], 16)
 
 
 def offsets(dimensions: Iterable[tuple[int, int]]) -> Any:

@@ -14,13 +14,18 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from lowprec.arrays import block_codes
+from lowprec.arrays.narrow_numbers import rounded_to_odd
+from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
+from lowprec.backends.cpu.library import untaken
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT32, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
-from lowprec.planning import ACTIVATIONS, GemmPlan
+from lowprec.planning import ACTIVATIONS, GemmPlan, Summation
 from lowprec.planning.layout import GemmLayout, stacked_layout
+from lowprec.planning.schedule import chunk_length
 from lowprec.planning.stored import kept_modes
 
 #: Elements per block, which fits the cache; length of sums of int8 products that are exact in float32.
@@ -36,6 +41,8 @@ def prepare(plan: GemmPlan) -> Executor:
     if plan.compute_dtype is DType.INT8:
         return functools.partial(execute, plan, _multiply_int8)
     kernel = plan.kernel_row
+    if kernel.summation is Summation.BLOCKS:
+        return functools.partial(_execute_blocks, plan)
     times = _emulated(plan, *(kernel.formats or ())) if kernel.emulates else multiply
     return functools.partial(execute, plan, functools.partial(_sum_products, times))
 
@@ -53,16 +60,16 @@ def _is_plain(plan: GemmPlan) -> bool:
 
 def _matmul(arguments: Arguments) -> None:
     with np.errstate(all="ignore"):
-        np.matmul(arguments.a.ndarray(), arguments.b.ndarray(), out=arguments.out.ndarray())
+        untaken(np.matmul, arguments.a.ndarray(), arguments.b.ndarray(), out=arguments.out.ndarray())
 
 
 def multiply(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` by ``numpy.matmul``, whose loop runs over batches; arrays of one dtype, at least 2-D."""
     a, b = (x if _is_expressible(x) else np.ascontiguousarray(x) for x in (a, b))
     if _is_expressible(out):
-        np.matmul(a, b, out=out)
+        untaken(np.matmul, a, b, out=out)
     else:
-        out[...] = np.matmul(a, b)
+        out[...] = untaken(np.matmul, a, b)
 
 
 def _is_expressible(x: Any) -> bool:
@@ -143,6 +150,55 @@ def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: An
     out[...] = total
 
 
+def _execute_blocks(plan: GemmPlan, arguments: Arguments) -> None:
+    """Multiply integers in blocks with the bits of the kernels."""
+    numbers, scales = zip(*map(_integers, arguments[:2]), strict=True)
+    of_a, of_b, *_ = _stacks(plan, arguments._replace(a=scales[0], b=scales[1]))
+    rows = [x.blocks.row for x in (plan.problem.a, plan.problem.b) if x.blocks]
+    size = 16 if any(row.block == 16 for row in rows) else 32
+    rounds = rows[1].has_float_scales
+
+    def multiply(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+        k = a.shape[-1]
+        step = chunk_length(k, plan.kernel_row.k_chunk)
+        for start in range(0, k, step):
+            total = np.zeros(out.shape, np.float32)
+            for first in range(start, min(start + step, k), size):
+                part = slice(first, min(first + size, start + step, k))
+                scaled = np.matmul(a[..., part], b[..., part, :]) * of_b[..., first : first + 1, :]
+                scaled = scaled.astype(np.float32).astype(np.float64) if rounds else scaled
+                total = _rounded_sum(scaled * of_a[..., first : first + 1], total)
+            out[...] = out + total if start else total
+
+    execute(plan, multiply, arguments._replace(a=numbers[0], b=numbers[1]))
+
+
+def _integers(view: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Return the numbers of codes without scales, and the scale of each, in float64."""
+    assert view.blocks is not None
+    row, axis, stored = view.blocks.row.of_length(view.shape[view.blocks.axis]), view.blocks.axis, view.quantized
+    codes, scales = np.asarray(stored.codes), np.asarray(stored.scales)
+    zeros = None if stored.zeros is None else np.asarray(stored.zeros).reshape(-1)
+    assert row.scales is not None
+    dtype = np.dtype(getattr(ml_dtypes, row.scales.name, row.scales.name))
+    ones = np.ones(scales.size, dtype).view(scales.dtype)
+    numbers = block_codes.decode(codes.reshape((scales.size, -1)), ones, zeros, row, 1.0, np)
+    spread = np.repeat(scales.view(dtype).astype(np.float64), row.block, -1)
+    found = (np.moveaxis(x.reshape(spread.shape)[..., : view.shape[axis]], -1, axis) for x in (numbers, spread))
+    of_numbers, of_scales = (host_view(np.broadcast_to(x.astype(np.float64), view.shape)) for x in found)
+    return of_numbers, of_scales
+
+
+def _rounded_sum(x: Any, y: Any) -> Any:
+    """Return float64 numbers plus float32 ones, rounded once to float32: the float64 sum is rounded to odd."""
+    total = x + y
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    inexact = (error != 0) & np.isfinite(total) & (total.view(np.int64) & 1 == 0)
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    return (total.view(np.int64) + np.where(inexact, away, 0)).view(np.float64).astype(np.float32)
+
+
 def _sum_products(
     times: Callable[[Any, Any, Any], None], plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
 ) -> None:
@@ -157,11 +213,12 @@ def _sum_products(
             to *= dtype.type(product.factor)
         if product.accumulates:
             out += to
+    finite = max(plan.split) == 1 or np.isfinite(out)
     exponents = [x for x in (a_exponents, b_exponents) if x is not None]
     if exponents:
         for component in _components(out):
             np.ldexp(component, -sum(exponents), out=component)
-    if max(plan.split) > 1 and not (finite := np.isfinite(out)).all():
+    if not np.all(finite):
         whole = np.empty(out.shape, dtype)
         multiply(a.astype(dtype, copy=False), b.astype(dtype, copy=False), whole)
         np.copyto(out, whole, where=~finite)
@@ -205,7 +262,7 @@ def _rounding(plan: GemmPlan) -> NumberFormat | None:
 def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dtype[Any]) -> Split:
     """Return ``a`` (0) or ``b`` (1) as the plan multiplies it; a prepared ``b`` keeps it from the first product on."""
     axis = -1 - operand if plan.scaled[operand] else None
-    how = dtype, row(plan.scheme), _rounding(plan), plan.split[operand], axis
+    how = dtype, row(plan.runs_as), _rounding(plan), plan.split[operand], axis
     if not (view.is_prepared and view.mode in kept_modes(plan)):
         return split(x, *how)
 
@@ -303,15 +360,4 @@ def _apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, out: Any
         if activation is not None:
             x[...] = ACTIVATIONS[activation].host(x, np)
         if product is not out:
-            out[..., rows, :] = _rounded_to_odd(x) if twice else x
-
-
-def _rounded_to_odd(x: Any) -> Any:
-    """Round float64 to float32 such that a further rounding to fewer digits equals a single rounding of ``x``.
-
-    An inexact number becomes the neighbour with an odd last digit, on the same side of every tie as ``x``.
-    """
-    nearest = x.astype(np.float32)
-    inexact = np.isfinite(x) & (nearest != x)
-    beyond = inexact & (np.abs(nearest) > np.abs(x))
-    return ((nearest.view(np.uint32) - beyond) | inexact).view(np.float32)
+            out[..., rows, :] = rounded_to_odd(x, np) if twice else x

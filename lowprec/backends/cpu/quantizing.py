@@ -1,4 +1,4 @@
-"""Rounding of operands in host memory to narrow formats, by the compiled library or by NumPy with the same bits."""
+"""Rounding of operands in host memory to narrow formats by the compiled library."""
 
 from __future__ import annotations
 
@@ -6,71 +6,54 @@ import ctypes
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from lowprec.arrays import block_codes
-from lowprec.arrays.numpy_library import aligned_empty, host_view
+from lowprec.arrays.numpy_library import aligned_empty
 from lowprec.arrays.view import ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
 from lowprec.formats import ELEMENTS, BlockFormat, DType
+from lowprec.planning.layout import MatrixStack
 from lowprec.recipes import FORMATS, Rule
 
 #: ``lp_elements`` and ``lp_scaling``.
-_ELEMENTS = {name: i for i, name in enumerate(ELEMENTS)}
+_ELEMENTS = {name: i for i, name in enumerate((*ELEMENTS, "int4"))}
 _SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
+
+#: Elements below which the library rounds in the calling thread.
+_ALONE = 1 << 16
 
 _TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
-def quantize_view(view: ArrayView, inner: int, rule: Rule, empty: Any = np.empty) -> tuple[ArrayView, Any, float]:
-    """Round the matrices of a view to narrow numbers along an axis, that of k.
+def describe(
+    source: MatrixStack, to: MatrixStack, operand: int, rule: Rule, *, to_codes: bool = False
+) -> tuple[library.Quantizer, list[Any]]:
+    """Return the rounding of ``a`` (0) or ``b`` (1), and the arrays of offsets of which it has the addresses.
 
-    Parameters
-    ----------
-    view : ArrayView, shape (..., m, n)
-        float32, bfloat16 or float16 numbers in host memory, with any strides.
-    inner : {-1, -2}
-        The axis of k.
-    rule : Rule
-        Format and rounding.
-    empty : function
-        Returns the memory of the values, as ``numpy.empty``.
-
-    Returns
-    -------
-    values : ArrayView
-        bfloat16 numbers, with the scales of their blocks but without float32 scales, or int8; in new memory, whose axes
-        have the order of the source's strides.
-    scales : ndarray of float32 or None
-        Of vectors, the shape of the view without the inner axis; or of blocks, (..., blocks along k, vector blocks).
-    scale : float
-        Scale of the tensor, 1 without one.
+    ``source`` has float32, bfloat16 or float16 numbers. ``to`` has no gaps, and bfloat16 numbers with the scales of
+    their blocks but without float32 scales, or int8; or codes, in whole blocks along k, whose scales are apart.
+    Matrices of a broadcast batch are rounded once.
     """
-    if not encodes(view) or view.ndim < 2:
-        with np.errstate(all="ignore"):
-            values, scales, scale = block_codes.rounded(view.ndarray(), inner, rule, np)
-        ordered = _empty_in_order(view, values.dtype, empty)
-        ordered[...] = values
-        return host_view(ordered), None if scales is None else np.ascontiguousarray(scales), float(scale)
-    values = _empty_in_order(view, np.dtype(np.int8 if rule.elements == "int8" else ml_dtypes.bfloat16), empty)
-    to = host_view(values)
-    vectors, k = (view.shape[-1], view.shape[-2]) if inner == -2 else view.shape[-2:]
-    high, wide = rule.block
-    strides, batch, other = (0, 0, 0), view.shape[:-2], -3 - inner
-    scales = None
-    if rule.scaling == "vector":
-        scales, strides = np.empty((*batch, vectors), np.float32), (vectors, 1, 0)
+    strides = source.row_stride, source.col_stride, to.row_stride, to.col_stride
+    vectors, k = source.rows, source.cols
+    if operand:
+        vectors, k = k, vectors
+        strides = source.col_stride, source.row_stride, to.col_stride, to.row_stride
+    steps = vectors, 1, 0
+    if to_codes:
+        blocks = -(-k // rule.block[1])
+        steps = vectors * blocks, blocks, 1
+        strides = (*strides[:2], blocks * rule.block[1], 1)
     elif rule.block_scale == "float32":
-        scales = np.empty((*batch, -(-k // wide), -(-vectors // high)), np.float32)
-        strides = prod(scales.shape[-2:]), 1, scales.shape[-1]
-    offsets = [library.offsets(zip(batch, x.strides, strict=False)) for x in (view, to)]
-    described = library.Quantizer(
-        prod(batch), vectors, k, view.strides[other], view.strides[inner], to.strides[other], to.strides[inner],
-        *map(data_pointer, offsets), *strides,
-    )  # fmt: skip
-    return to, scales, _quantize(described, rule, view, values, scales)
+        along_k, across = -(-k // rule.block[1]), -(-vectors // rule.block[0])
+        steps = along_k * across, 1, across
+    batch = [n if stride else 1 for n, stride in zip(source.batch_shape, source.batch_strides, strict=True)]
+    offsets = [library.offsets(zip(batch, x.batch_strides, strict=True)) for x in (source, to)]
+    described = library.Quantizer(prod(batch), vectors, k, *strides, *map(data_pointer, offsets), *steps)
+    described.codes = to_codes
+    add_rule(described, rule, source.dtype)
+    return described, offsets
 
 
 def encodes(view: ArrayView) -> bool:
@@ -82,11 +65,13 @@ def encodes(view: ArrayView) -> bool:
 def encode(
     view: ArrayView, axis: int, row: BlockFormat, scale_rule: str, shapes: tuple[Any, ...]
 ) -> tuple[tuple[Any, Any], float]:
-    """Return codes along an axis and those of scales, as uint8 of these shapes, and the scale of the array."""
-    rule = FORMATS[row.name][0]
+    """Return codes along an axis as uint8, scales as codes or float32, of these shapes, and the scale of the array."""
+    rule = FORMATS[row.name][0] if row.is_mode else Rule("int4", "block", (1, row.block), "float32")
     if rule.block_scale == "floor":
         rule = rule._replace(block_scale=scale_rule)
-    codes, scales = (None if shape is None else aligned_empty(shape, np.dtype(np.uint8)) for shape in shapes)
+    of_scales = np.float32 if row.has_float_scales else np.uint8
+    codes = aligned_empty(shapes[0], np.dtype(np.uint8))
+    scales = None if shapes[1] is None else aligned_empty(shapes[1], np.dtype(of_scales))
     extents, strides, padded = list(view.shape), list(view.strides), shapes[0][-1] * 8 // row.bits
     k, inner = extents.pop(axis), strides.pop(axis)
     vectors, vector = (extents.pop(), strides.pop()) if extents else (1, 0)
@@ -95,36 +80,28 @@ def encode(
     described = library.Quantizer(
         batches, vectors, k, vector, inner, padded, 1, *map(data_pointer, offsets), vectors * blocks, blocks, 1, codes=1
     )
-    return (codes, scales), _quantize(described, rule, view, codes, scales)
+    add_rule(described, rule, view.dtype)
+    return (codes, scales), _quantize(described, view, codes, scales)
 
 
-def _quantize(described: library.Quantizer, rule: Rule, view: ArrayView, to: Any, scales: Any) -> float:
-    """Call the library with a description of matrices, to which the rule is added; return the scale of the tensor."""
-    scale = ctypes.c_float()
+def add_rule(described: library.Quantizer, rule: Rule, dtype: DType) -> None:
     described.block_vectors, described.block_k = rule.block
     described.seed, described.stream, described.hadamard = rule.seed, rule.stream, rule.hadamard > 0
-    described.type, described.elements = library.TYPES[view.dtype], _ELEMENTS[rule.elements]
+    described.type, described.elements = library.TYPES[dtype], _ELEMENTS[rule.elements]
     described.scaling = _SCALINGS[rule.block_scale if rule.scaling == "block" else rule.scaling]
     described.stochastic = rule.rounding == "stochastic"
+
+
+def _quantize(described: library.Quantizer, view: ArrayView, to: Any, scales: Any) -> float:
+    """Call the library with the description of a rounding; return the scale of the tensor."""
+    scale = ctypes.c_float()
+    is_alone = described.batches * described.vectors * described.k < _ALONE
     status = library.functions().quantize(
         ctypes.addressof(described), view.address, data_pointer(to), None if scales is None else data_pointer(scales),
-        ctypes.addressof(scale), threads.num_threads(),
+        ctypes.addressof(scale), 1 if is_alone else threads.num_threads(),
     )  # fmt: skip
     if status == library.NO_MEMORY:
         raise MemoryError("no memory for rounding an operand")
     if status:
         raise BackendError(f"the compiled library returned status {status} for the rounding of an operand")
     return scale.value
-
-
-def _empty_in_order(view: ArrayView, dtype: np.dtype[Any], empty: Any) -> Any:
-    """Return new memory without gaps; of the last two axes that with the smaller stride in the view is contiguous."""
-    if view.ndim < 2 or _is_along_last(view):
-        return empty(view.shape, dtype)
-    return empty((*view.shape[:-2], view.shape[-1], view.shape[-2]), dtype).swapaxes(-1, -2)
-
-
-def _is_along_last(view: ArrayView) -> bool:
-    """Whether numbers along the last axis are neighbours, or none are."""
-    row, column = view.strides[-2:]
-    return column == 1 or row != 1

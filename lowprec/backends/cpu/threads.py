@@ -1,7 +1,7 @@
 """The number of threads of a product, from the process's CPUs and the settings of loaded libraries.
 
-`OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS`, `threadpoolctl.threadpool_limits` and
-`torch.set_num_threads` apply to products of this backend too.
+`LOWPREC_NUM_THREADS`, `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS`,
+`threadpoolctl.threadpool_limits` and `torch.set_num_threads` apply to products of this backend.
 """
 
 from __future__ import annotations
@@ -23,14 +23,25 @@ _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 
 
-def _cgroup_cpus() -> int | None:
-    """The CPU quota of this process's control group (version 2), rounded up; None if unlimited."""
+def _read(path: str) -> str:
+    """Return the text of a file of the system, empty if there is none."""
     try:
-        with io.open("/sys/fs/cgroup/cpu.max", "rb") as file:  # noqa: UP020 - `open` is deleted during Python's exit
-            quota, period = file.read().split()
-        return None if quota == b"max" else max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        return None
+        with io.open(path, "rb") as file:  # noqa: UP020 - `open` is deleted during Python's exit
+            return os.fsdecode(file.read())
+    except OSError:
+        return ""
+
+
+def _cgroup_cpus() -> int:
+    """The least CPU quota of this process's control group and of those around it (version 2), rounded up."""
+    own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    groups = own.strip("/").split("/")
+    quotas = [sys.maxsize]
+    for depth in range(len(groups) + 1):
+        quota, _, period = _read("/".join(["/sys/fs/cgroup", *groups[:depth], "cpu.max"])).strip().partition(" ")
+        if quota.isdigit() and period.isdigit():
+            quotas.append(max(1, math.ceil(int(quota) / int(period))))
+    return min(quotas)
 
 
 def affinity() -> int:
@@ -50,11 +61,7 @@ def loaded(path: str) -> ctypes.PyDLL | None:
 
 def _mapped(name: str) -> set[str]:
     """Return the paths of files mapped into this process whose name contains ``name``."""
-    try:
-        with io.open("/proc/self/maps", "rb") as file:  # noqa: UP020 - as above
-            lines = os.fsdecode(file.read()).splitlines()
-    except OSError:
-        return set()
+    lines = _read("/proc/self/maps").splitlines()
     return {line.split(maxsplit=5)[-1] for line in lines if name in line}
 
 
@@ -124,9 +131,9 @@ class _Limits:
 
     def refresh(self, now: float) -> None:
         by_workers = environment.THREADS.current() == "own"
-        self.cpus = min(_cgroup_cpus() or sys.maxsize, environment.thread_limit() or sys.maxsize)
         if self.getter is None:
             self.getter = _openblas_getter()
+        self.cpus = min(_cgroup_cpus(), environment.thread_limit(of_blas=self.getter is None))
         self.has_torch = "torch" in sys.modules
         if by_workers and self.openmp is not None:
             _use_openmp(None, None)
@@ -145,8 +152,9 @@ def description() -> str:
 def num_threads() -> int:
     """Return the number of threads that a product may use now, including the calling one.
 
-    It is the minimum of the CPUs in the thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS``, and the
-    threads of NumPy's OpenBLAS and of PyTorch. The first three are read once a second.
+    It is the minimum of the CPUs in the thread's affinity mask, the control group's quota, ``LOWPREC_NUM_THREADS``,
+    ``MKL_NUM_THREADS``, and the threads of NumPy's OpenBLAS and of PyTorch. Without OpenBLAS, its variables are read.
+    The threads of libraries are read at each product, the others once a second.
     """
     limits, mask = _limits, _limits.affinity
     now = time.monotonic()

@@ -18,13 +18,13 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from lowprec.backends import disk
 from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.compiling import Launch
-from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
+from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands, byte_offsets
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.runtime import call
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
@@ -38,9 +38,8 @@ _FILE = "autotune.json"
 
 def choose(invocation: Invocation, handle: int) -> list[Algorithm]:
     """Return the algorithms to try for a product, a measured one first; empty if there is none."""
-    known = _known(invocation, handle)
-    ranked = list(invocation.search(handle, _CHOICES))
-    return ranked if known is None else [known, *(x for x in ranked if x != known)]
+    choices = (_known(invocation, handle), *invocation.search(handle, _CHOICES))
+    return [x for x in choices if x is not None]
 
 
 def tune(
@@ -50,17 +49,16 @@ def tune(
 
     The stream is synchronised; ``operands`` are not written.
     """
-    ranked = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:
-        results = Contest(invocation, handle, stream, turns).results(ranked, progress)
-    locked(_remember, invocation, results)
+        results = Contest(invocation, handle, stream, turns).results(invocation.search(handle, candidates), progress)
+    locked(_remember, invocation, results[0].algorithm)
     return results
 
 
 def product_key(invocation: Invocation) -> str:
     """Return the properties that determine the speed of a product on a device, as one line."""
     call = invocation.call
-    matrices = (call.first, call.second, *([call.c] if call.c else []), call.d)
+    matrices = filter(None, (call.first, call.second, call.c, call.d))
     words = [
         str(call.compute_type),
         call.op_first + call.op_second,
@@ -69,8 +67,9 @@ def product_key(invocation: Invocation) -> str:
         call.epilogue,
         f"alignment {invocation.alignment_bytes}",
         f"workspace {invocation.workspace_bytes}",
-        *(["scales", *filter(None, call.scale_modes)] if invocation.has_scales else []),
-    ]  # fmt: skip
+    ]
+    if invocation.has_scales:
+        words += ["scales", *filter(None, call.scale_modes)]
     return ", ".join(words)
 
 
@@ -95,33 +94,26 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
     """Return the measured choice for a product, if cuBLASLt still supports it."""
-    stored = _stored()
-    if not stored:
-        return None
     try:
-        data = bytes.fromhex(stored[device_key()][product_key(invocation)]["algorithm"])
+        data = bytes.fromhex(_stored()[device_key()][product_key(invocation)]["algorithm"])
     except (KeyError, TypeError, ValueError):  # missing or damaged
         return None
     algorithm = bindings.check_algorithm(handle, invocation.descriptors, data)
-    return algorithm if algorithm and algorithm.workspace_bytes <= invocation.workspace_bytes else None
+    if algorithm is None or algorithm.workspace_bytes > invocation.workspace_bytes:
+        return None
+    return algorithm
 
 
-def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
+def _remember(invocation: Invocation, algorithm: Algorithm) -> None:
     """Store a choice in this process and on disk, keeping those of other processes."""
-    best, first = results[0], min(results, key=lambda x: x.rank)
-    choice = {
-        "algorithm": best.algorithm.data.hex(),
-        "rank": best.rank,
-        "candidates": len(results),
-        "time_over_first_choice": best.median_ms / first.median_ms,
-    }
     ours = _stored()
-    ours.setdefault(device_key(), {})[product_key(invocation)] = choice
+    ours.setdefault(device_key(), {})[product_key(invocation)] = {"algorithm": algorithm.data.hex()}
     _stored.cache_clear()
     stored = _stored()
     for device, choices in ours.items():
         stored.setdefault(device, {}).update(choices)
-    disk.write(_FILE, json.dumps({"devices": stored}, indent=1, sort_keys=True).encode())
+    text = json.dumps({"devices": stored}, indent=1, sort_keys=True)
+    disk.write(_FILE, text.encode())
 
 
 #: Unused events by runtime module, which tests replace, and device.
@@ -130,8 +122,6 @@ _idle: dict[tuple[Any, int], list[Any]] = {}
 
 class EventStopwatch:
     """Two events around a product, the first recorded now; a product captured into a CUDA graph has no time."""
-
-    __slots__ = ("_device", "_events", "_idle", "stream")
 
     def __init__(self, device: int, stream: int) -> None:
         self._idle = _idle.setdefault((libraries().runtime, device), [])
@@ -156,10 +146,10 @@ class EventStopwatch:
             self._record()
 
     def abandon(self) -> None:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         self._idle.extend(events)
 
-    @property
     def has_begun(self) -> bool:
         with runtime.relaxed_capture():
             return runtime.event_is_done(self._events[0])
@@ -172,12 +162,12 @@ class EventStopwatch:
         runtime.wait_for_event(end)
         return float(call("cudaEventElapsedTime", start, end))
 
-    def __del__(self) -> None:
-        self.abandon()
+    __del__ = abandon
 
 
 #: Rounds with all candidates, and with the fastest and the first choice.
-_ROUNDS, _FINAL_ROUNDS = 5, 15
+_ROUNDS = 5
+_FINAL_ROUNDS = 15
 #: Shortest measurement, long enough for the resolution of events (half a microsecond).
 _MEASUREMENT_MS = 0.2
 _MAX_REPEATS = 200
@@ -188,8 +178,6 @@ _MARGIN = 0.01
 _HOST_MS = 0.01
 _LONGER = (2, 4, 8)
 _MOST_SPIN_MS = 20.0
-#: Clock if the driver does not report it.
-_CLOCK_KHZ = 2_000_000
 #: Total size of the copies of the operands, in sizes of the L2 cache.
 _CACHES = 2
 
@@ -197,7 +185,7 @@ _CACHES = 2
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-@dataclass(slots=True)
+@dataclass
 class Measured:
     """One measured algorithm; ``rank`` is its index in the heuristics' order."""
 
@@ -215,18 +203,18 @@ class Contest:
     """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
 
     def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]) -> None:
-        self._invocation, self._handle, self._stream = invocation, handle, stream
+        self._invocation = invocation
+        self._handle = handle
+        self._stream = stream
         self._turns = turns
         self._device = runtime.current_device()
-        self._spin = Launch("spin", "spin.cu", {}, self._device, 1, (1,), 1, ())
-        self._clock_khz = runtime.properties(self._device).clock_khz or _CLOCK_KHZ
-        self._host_ms = _HOST_MS
+        self._spin = Launch("spin", "spin.cu", {}, self._device, 1, (1,), "Q", ())
 
     def results(self, algorithms: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first; raise BackendError if none runs."""
         self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
         candidates: list[Measured] = []
-        errors: list[LowprecError] = []
+        failure: LowprecError | None = None
         for rank, algorithm in enumerate(algorithms):
             candidate = Measured(rank, algorithm)
             try:
@@ -235,12 +223,13 @@ class Contest:
                 once = self._measure(candidate)
             except LowprecError as error:
                 runtime.is_capturing(self._stream)  # raises the error of a lost device, on which no other one runs
-                errors.append(error)
+                failure = failure or error
                 continue
-            candidate.repeats = max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
+            repeats = round(_MEASUREMENT_MS / max(once, 1e-3))
+            candidate.repeats = max(1, min(_MAX_REPEATS, repeats))
             candidates.append(candidate)
         if not candidates:
-            raise BackendError(f"none of the measured algorithms runs: {errors[0]}") from errors[0]
+            raise BackendError(f"none of the measured algorithms runs: {failure}") from failure
         total = len(candidates) * _ROUNDS + 2 * _FINAL_ROUNDS
         for done, candidate in enumerate(candidates * _ROUNDS, 1):
             candidate.times_ms.append(self._measure(candidate))
@@ -272,67 +261,72 @@ class Contest:
         """Wait for one measurement; return its milliseconds, and whether the device waited for the host."""
         self._invocation.use(candidate.algorithm)
         begin = perf_counter()
-        self._spin(self._stream, int(spin_ms * self._clock_khz))
+        self._spin(self._stream, int(spin_ms * runtime.properties(self._device).clock_khz))
         watch = EventStopwatch(self._device, self._stream)
         for operands in itertools.islice(self._turns, candidate.repeats):
             self._invocation.run(self._handle, self._stream, operands)
         watch.stop()
-        waited_for_the_host = watch.has_begun
+        waited_for_the_host = watch.has_begun()
         self._host_ms = (perf_counter() - begin) * 1e3 / candidate.repeats
         return watch.elapsed_ms() or 0.0, waited_for_the_host
 
 
-class _Offsets(NamedTuple):
-    pointer: int  # offset of the address from the start of the set
-    lowest: int  # offset of the first byte from the address
-    nbytes: int
+#: Offset of an address from the start of a set of copies, that of the first byte from the address, and bytes.
+_Copy: TypeAlias = tuple[int, int, int]
 
 
 @contextlib.contextmanager
 def rotated(invocation: Invocation, operands: Operands, device: int, stream: int) -> Iterator[Iterator[Operands]]:
     """Yield an iterator over copies of ``operands`` with the same alignment; only D if they exceed cache or memory."""
-    read = ("first", "second", *(("c",) if operands.beta else ()))
-    layout, nbytes = _set_layout(invocation, operands, (*read, "d"))
+    read = ["first", "second"]
+    if operands.beta:
+        read.append("c")
+    layout, nbytes = _set_layout(invocation, operands, [*read, "d"])
     count = -(-_CACHES * runtime.attribute("cudaDevAttrL2CacheSize", device) // nbytes)
     block = None
     if count > 1:
         with contextlib.suppress(DeviceMemoryError):
             block = memory.temporary(count * nbytes, device, stream)
     if block is None:
-        (layout, nbytes), count, read = _set_layout(invocation, operands, ("d",)), 1, ()
+        count = 1
+        read = []
+        layout, nbytes = _set_layout(invocation, operands, ["d"])
         block = memory.temporary(nbytes, device, stream)
     with block as first:
         for name in read:
-            copy, source = layout[name], getattr(operands, name)
-            start = first + copy.pointer + copy.lowest
-            runtime.copy_async(start, source + copy.lowest, copy.nbytes, stream)
+            pointer, lowest, size = layout[name]
+            source = getattr(operands, name) + lowest
+            runtime.copy_async(first + pointer + lowest, source, size, stream)
         done = 1
-        while read and done < count:  # double the number of copies
+        while done < count:  # double the number of copies
             more = min(done, count - done)
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
-        starts = itertools.cycle([first + i * nbytes for i in range(count)])
+        starts = [first + i * nbytes for i in range(count)]
 
         def moved(start: int) -> Operands:
-            pointers = {name: start + copy.pointer for name, copy in layout.items()}
-            c = operands.c if operands.beta else pointers["d"]
-            return operands._replace(**{"c": c, **pointers})
+            pointers = {name: start + pointer for name, (pointer, _, _) in layout.items()}
+            if not operands.beta:
+                pointers["c"] = pointers["d"]
+            return operands._replace(**pointers)
 
-        yield map(moved, starts)
+        yield map(moved, itertools.cycle(starts))
 
 
-def _set_layout(invocation: Invocation, operands: Operands, names: tuple[str, ...]) -> tuple[dict[str, _Offsets], int]:
+def _set_layout(invocation: Invocation, operands: Operands, names: list[str]) -> tuple[dict[str, _Copy], int]:
+    """Return the layout of a set of copies of these operands, and its size."""
     call = invocation.call
-    matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
-    layout, nbytes = {}, 0
-    for name in names:
-        x = matrices[name]
-        # Offsets of calls may be negative.
-        starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
-        end = max(starts) + (call.batch_count - 1) * x.batch_stride
-        end += (x.cols - 1) * x.leading_dimension + x.rows
-        lowest, end = x.nbytes(min(starts)), x.nbytes(end)
-        pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
-        layout[name] = _Offsets(pointer, lowest, end - lowest)
-        nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    layout = {}
+    nbytes = 0
+    matrices = (call.first, call.second, call.c or call.d, call.d)
+    columns = zip(*byte_offsets(call), strict=True)
+    for name, x, offsets in zip(Operands._fields, matrices, columns, strict=False):
+        if name in names:
+            last = (x.cols - 1) * x.leading_dimension + x.rows
+            last += (call.batch_count - 1) * x.batch_stride
+            lowest = min(offsets)  # may be negative
+            end = max(offsets) + x.nbytes(last)
+            pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
+            layout[name] = (pointer, lowest, end - lowest)
+            nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return layout, nbytes

@@ -12,9 +12,8 @@ from lowprec.backends.cuda import autotune, bindings, memory, runtime
 from lowprec.backends.cuda.autotune import Progress
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
-from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.models import present
-from lowprec.backends.cuda.sparse import SparseCall
+from lowprec.backends.cuda.steps import Addresses, queue_all
 from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
 from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
@@ -29,7 +28,8 @@ _WRONG_CUBLAS = range(120800, 130100)
 
 
 def capabilities(device: Device) -> Capabilities:
-    properties, version = runtime.properties(device.index), bindings.cublas_version()
+    properties = runtime.properties(device.index)
+    version = bindings.cublas_version()
     if properties.capability[0] == 10 and version in _WRONG_CUBLAS:
         warn(
             f"cuBLAS {bindings.cublas_version_text()} may compute wrong results on compute capability 10.x; install "
@@ -40,7 +40,6 @@ def capabilities(device: Device) -> Capabilities:
 
 
 def info() -> dict[str, Any]:
-    libraries()
     return {
         "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
         "versions": {"cuda": runtime.driver_version(), "cublas": bindings.cublas_version_text()},
@@ -48,7 +47,8 @@ def info() -> dict[str, Any]:
 
 
 def _device(index: int) -> dict[str, Any]:
-    properties, able = runtime.properties(index), capabilities(Device(2, index))
+    properties = runtime.properties(index)
+    able = capabilities(Device(2, index))
     return {
         "device": able.device,
         "name": properties.name,
@@ -62,7 +62,6 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    libraries()
     return (lambda _: None) if 0 in plan.out_shape else GemmExecutor(plan)
 
 
@@ -71,25 +70,26 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     if 0 in plan.out_shape or plan.call is None:
         return ()
     executor = GemmExecutor(plan)
-    sparse: SparseCall | str = ""
     with runtime.on_device(arguments.a.device.index):
-        if arguments.b.is_sparse:
-            sparse = executor.lowered(arguments, 0).sparse.call(arguments)
+        sparse = executor.prepared_sparse(arguments)
         if not isinstance(sparse, str):
-            return (("algorithm", sparse.invocation.info.text),)
+            return (("algorithm", sparse[0].info.text),)
         invocation = executor.use(arguments, lambda x: x.first_invocation(arguments))
-        info, call = invocation.info, executor.lowered(arguments).call
+        info = invocation.info
+        call = executor.lowered(arguments).call
     rows = [("algorithm", info.text), ("units", info.units_text)]
     rows += [("failed", error) for error in invocation.failures.values()]
     if plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32 and info.uses_tensor_cores is False:
         rows.append(("note", "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"))
-    misaligned = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
-    reasons = (executor.fallback or (misaligned if call != plan.call else ""), sparse)
-    return (*rows, *(("fallback", reason) for reason in reasons if reason))
+    fallback = executor.fallback
+    if not fallback and call != plan.call:
+        fallback = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
+    rows += [("fallback", reason) for reason in (fallback, sparse) if reason]
+    return tuple(rows)
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    if not isinstance(execute, GemmExecutor) or (last := execute.last) is None:
+    if not isinstance(execute, GemmExecutor) or not (last := getattr(execute.last, "invocation", None)):
         return ExecutionInfo(None)
     words = filter(None, (last.info.text, execute.fallback))
     return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
@@ -108,13 +108,14 @@ def tune(
         return ()
     with runtime.on_device(arguments.a.device.index):
         timings = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
-        texts = [bindings.describe_algorithm(x.algorithm).text for x in timings]
-        return tuple(AlgorithmTiming(x.rank, x.median_ms, text) for x, text in zip(timings, texts, strict=True))
+        describe = bindings.describe_algorithm
+        return tuple(AlgorithmTiming(x.rank, x.median_ms, describe(x.algorithm).text) for x in timings)
 
 
 @contextlib.contextmanager
 def temporary(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> Iterator[ArrayView]:
-    nbytes, index = prod(shape) * dtype.itemsize, device.index
+    nbytes = prod(shape) * dtype.itemsize
+    index = device.index
     with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
         yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
 
@@ -125,13 +126,9 @@ def staging_dtype(dtype: DType) -> DType:
 
 
 def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
-    if not out.size:
-        return
-    # An array of fewer than two dimensions is treated as a matrix with one row.
-    missing = max(2 - out.ndim, 0)
-    shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
-    rows, cols = shape[-2:]
-    target = MatrixStack.of(out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2])
+    # All dimensions are those of a batch of single elements.
+    col_stride = out.strides[-1] if out.ndim else 1
+    target = MatrixStack.of(out.dtype, 1, 1, 0, col_stride, out.shape, out.strides)
     with runtime.on_device(out.device.index):
-        launch = prepare_epilogue(Epilogue(source.dtype, cols, target), out.device.index)
-        launch(source.address, out.address, 0, 0, 0, 0, 1.0, 0.0, stream)
+        steps = prepare_epilogue(Epilogue(source.dtype, 1, target), out.device.index)
+        queue_all(steps, Addresses(product=source.address, out=out.address), stream)

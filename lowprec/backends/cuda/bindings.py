@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cuda import libraries
-from lowprec.backends.cuda.libraries import cached
+from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 
 # ``cublasStatus_t``.
-_ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _EXECUTION_FAILED, _INTERNAL_ERROR, _NOT_SUPPORTED = 3, 7, 8, 13, 14, 15
+_ALLOC_FAILED = 3
+_INVALID_VALUE = 7
+_ARCH_MISMATCH = 8
+_EXECUTION_FAILED = 13
+_INTERNAL_ERROR = 14
+_NOT_SUPPORTED = 15
 
 #: Errors by status; all others are a :class:`BackendError`. An unsupported product has status "invalid value" in some
 #: versions of cuBLASLt, "not supported" in others.
@@ -40,24 +42,19 @@ def is_of_algorithm(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def translated(doing: Callable[[], str]) -> Iterator[None]:
+def translated(doing: str) -> Iterator[None]:
     try:
         yield
     except (LowprecError, Warning):  # a filter may turn warnings into errors
         raise
     except Exception as error:
-        raise translate(error, doing()) from error
+        raise translate(error, doing) from error
 
 
 @cached
 def cublas_version() -> int:
     """Return cuBLASLt's version as a number: 130100 is 13.1.0."""
-    try:
-        return int(libraries.cublas_lt.get_version())
-    except LowprecError:
-        raise
-    except Exception as error:
-        raise BackendError(f"cuBLASLt does not report its version: {error}") from error
+    return int(libraries().cublas_lt.get_version())
 
 
 def cublas_version_text() -> str:
@@ -67,8 +64,6 @@ def cublas_version_text() -> str:
 
 class Descriptor:
     """A cuBLASLt object in host memory, destroyed with this object."""
-
-    __slots__ = ("__weakref__", "pointer", "uses")
 
     def __init__(self, pointer: int, destroy: Callable[[int], None]) -> None:
         self.pointer = pointer
@@ -85,19 +80,14 @@ def _quietly(destroy: Callable[[int], None], pointer: int) -> None:
 
 def create_handle(library: str = "cublas_lt") -> int:
     """Return a new handle of a library, ``cublas_lt`` or ``cublas``, on the current device."""
-    with translated(lambda: f"create a handle of {library}"):
-        return int(getattr(libraries, library).create())
-
-
-def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
-    with translated(lambda: f"destroy a handle of {library}"):
-        getattr(libraries, library).destroy(handle)
+    with translated(f"create a handle of {library}"):
+        return int(getattr(libraries(), library).create())
 
 
 @cached
 def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
     """Return the number and the C type of an attribute of a kind of object, for example ``matmul_desc``."""
-    cublas_lt = libraries.cublas_lt
+    cublas_lt = libraries().cublas_lt
     enumeration = "".join(word.capitalize() for word in kind.split("_")) + "Attribute"
     member = getattr(getattr(cublas_lt, enumeration), name)
     if name == "EMULATION_DESCRIPTOR":  # a pointer, to which the bindings give 4 bytes
@@ -108,21 +98,22 @@ def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
 def set_attribute(kind: str, pointer: int, name: str, value: int) -> None:
     number, dtype = _attribute(kind, name)
     buffer = np.array([value], dtype)
-    setter = getattr(libraries.cublas_lt, f"{kind}_set_attribute")
+    setter = getattr(libraries().cublas_lt, f"{kind}_set_attribute")
     setter(pointer, number, buffer.ctypes.data, buffer.nbytes)
 
 
 def _get_attribute(kind: str, pointer: int, name: str) -> int:
     number, dtype = _attribute(kind, name)
-    buffer, written = np.zeros(1, dtype), np.zeros(1, np.uint64)
-    getter = getattr(libraries.cublas_lt, f"{kind}_get_attribute")
+    buffer = np.zeros(1, dtype)
+    written = np.zeros(1, np.uint64)
+    getter = getattr(libraries().cublas_lt, f"{kind}_get_attribute")
     getter(pointer, number, buffer.ctypes.data, buffer.nbytes, written.ctypes.data)
     return int(buffer[0])
 
 
 def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
     """Create an object of a kind with these attributes; ``arguments`` are those of its create function."""
-    cublas_lt = libraries.cublas_lt
+    cublas_lt = libraries().cublas_lt
     pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
     descriptor = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
     for name, value in attributes.items():
@@ -132,7 +123,7 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
 
 def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
     """Return all constraints of a search; the defaults are a workspace of 0 and pointers aligned to 256 bytes."""
-    schemes = libraries.cublas_lt.ReductionScheme
+    schemes = libraries().cublas_lt.ReductionScheme
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
     attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}
     attributes |= {f"MIN_ALIGNMENT_{x}_BYTES": alignment_bytes for x in "ABCD"}
@@ -162,7 +153,7 @@ class MatmulDescriptors(NamedTuple):
 
 def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; may be empty."""
-    cublas_lt = libraries.cublas_lt
+    cublas_lt = libraries().cublas_lt
     results = cublas_lt.MatmulHeuristicResult(count)
     returned = np.zeros(1, np.int32)
     try:
@@ -170,7 +161,7 @@ def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, 
             handle, *descriptors.pointers, wanted.pointer, count, results.ptr, returned.ctypes.data
         )
     except cublas_lt.cuBLASLtError as error:
-        if int(getattr(error, "status", -1)) == _NOT_SUPPORTED:
+        if int(error.status) == _NOT_SUPPORTED:
             return ()
         raise
     return _supported(results, int(returned[0]))
@@ -178,14 +169,15 @@ def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, 
 
 def _supported(results: Any, count: int) -> tuple[Algorithm, ...]:
     """Return the supported algorithms among the first ``count`` of a ``MatmulHeuristicResult``."""
-    dtype = libraries.cublas_lt.matmul_heuristic_result_dtype
+    dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
     rows = np.frombuffer(ctypes.string_at(results.ptr, count * dtype.itemsize), dtype)
-    return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in rows if x["state"] == 0)
+    supported = [x for x in rows if x["state"] == 0]
+    return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in supported)
 
 
 def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: bytes) -> Algorithm | None:
     """Return a stored algorithm if it can run this product on this device, None if it cannot."""
-    cublas_lt = libraries.cublas_lt
+    cublas_lt = libraries().cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
         return None
     result = cublas_lt.MatmulHeuristicResult(1)
@@ -197,8 +189,7 @@ def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: byte
     return next((x._replace(data=algorithm) for x in _supported(result, 1)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class AlgorithmInfo:
+class AlgorithmInfo(NamedTuple):
     """Properties of an algorithm as reported by cuBLASLt, by the names of its enumerations."""
 
     id: int
@@ -215,7 +206,9 @@ class AlgorithmInfo:
 
     @property
     def text(self) -> str:
-        splits = f"split-K {self.split_k}" + (f" ({self.reduction})" if self.split_k > 1 else "")
+        splits = f"split-K {self.split_k}"
+        if self.split_k > 1:
+            splits += f" ({self.reduction})"
         return f"id {self.id}, tile {self.tile}, stages {self.stages}, {splits}, workspace {self.workspace_bytes} B"
 
     @property
@@ -228,52 +221,71 @@ class AlgorithmInfo:
 _UNITS = {0: "FMA", 1: "HMMA", 2: "IMMA", 3: "DMMA"}
 _ACCUMULATORS = {8: "float16", 9: "float32", 10: "float64", 11: "int32"}
 _INPUTS = {
-    16: "float16", 17: "bfloat16", 18: "tf32", 19: "float32", 20: "float64", 21: "int8",
-    22: "float8_e4m3fn", 23: "float8_e5m2",
-}  # fmt: skip
+    16: "float16",
+    17: "bfloat16",
+    18: "tf32",
+    19: "float32",
+    20: "float64",
+    21: "int8",
+    22: "float8_e4m3fn",
+    23: "float8_e5m2",
+}
 #: Bits of all instructions, and of tensor-core instructions, including unknown newer ones.
-_INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
+_INSTRUCTIONS = 0xFF
+_TENSOR_CORES = 0xFE
 
 
+@cached
 def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
     data = np.frombuffer(algorithm.data, np.uint8).copy()
-    pointer = data.ctypes.data
-    cublas_lt = libraries.cublas_lt
-    flags = _get_attribute("matmul_algo_cap", pointer, "NUMERICAL_IMPL_FLAGS")
-    config = functools.partial(_get_attribute, "matmul_algo_config", pointer)
+    flags = _get_attribute("matmul_algo_cap", data.ctypes.data, "NUMERICAL_IMPL_FLAGS")
+
+    def config(name: str) -> int:
+        return _get_attribute("matmul_algo_config", data.ctypes.data, name)
+
+    def member(enumeration: str, name: str) -> str:
+        """Return the name of an enumeration's value, or its number if it is unknown."""
+        try:
+            return str(getattr(libraries().cublas_lt, enumeration)(config(name)).name)
+        except ValueError:
+            return str(config(name))
 
     def named(names: Mapping[int, str]) -> str:
         return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not reported"
 
+    uses_tensor_cores = None
+    if flags & _INSTRUCTIONS:
+        uses_tensor_cores = bool(flags & _TENSOR_CORES)
     return AlgorithmInfo(
         id=config("ID"),
-        tile=_member(cublas_lt.MatmulTile, config("TILE_ID"), "TILE_"),
-        stages=_member(cublas_lt.MatmulStages, config("STAGES_ID"), "STAGES_"),
+        tile=member("MatmulTile", "TILE_ID").removeprefix("TILE_"),
+        stages=member("MatmulStages", "STAGES_ID").removeprefix("STAGES_"),
         split_k=max(config("SPLITK_NUM"), 1),
-        reduction=_member(cublas_lt.ReductionScheme, config("REDUCTION_SCHEME"), ""),
+        reduction=member("ReductionScheme", "REDUCTION_SCHEME"),
         workspace_bytes=algorithm.workspace_bytes,
         units=named(_UNITS),
         input_type=named(_INPUTS),
         accumulator=named(_ACCUMULATORS),
-        uses_tensor_cores=bool(flags & _TENSOR_CORES) if flags & _INSTRUCTIONS else None,
+        uses_tensor_cores=uses_tensor_cores,
     )
-
-
-def _member(enumeration: Any, value: int, prefix: str) -> str:
-    """Return the name of an enumeration's value, or its number if it is unknown."""
-    try:
-        name: str = enumeration(value).name
-    except ValueError:
-        return str(value)
-    return name.removeprefix(prefix)
 
 
 def math_mode(handle: int) -> int:
     """Return a handle's ``cublasMath_t``, flags included."""
-    with translated(lambda: "read the math mode of a cuBLAS handle"):
-        return int(libraries.cublas.get_math_mode(handle))
+    with translated("read the math mode of a cuBLAS handle"):
+        return int(libraries().cublas.get_math_mode(handle))
 
 
 def set_math_mode(handle: int, raw: int) -> None:
-    with translated(lambda: f"set the math mode {raw} of a cuBLAS handle"):
-        libraries.cublas.set_math_mode(handle, raw)
+    with translated(f"set the math mode {raw} of a cuBLAS handle"):
+        libraries().cublas.set_math_mode(handle, raw)
+
+
+def reset_handle(handle: int, math_mode: int) -> None:
+    """Set the state of a new cuBLAS handle: default stream and workspace, host pointers, no atomics, no SM target."""
+    cublas = libraries().cublas
+    with translated("reset a cuBLAS handle"):
+        cublas.set_stream(handle, 0)  # which also restores the default workspace
+        for name in ("pointer_mode", "atomics_mode", "sm_count_target"):
+            getattr(cublas, f"set_{name}")(handle, 0)
+        cublas.set_math_mode(handle, math_mode)

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from lowprec.backends import disk
 from lowprec.backends.cuda import runtime
@@ -21,8 +21,11 @@ from lowprec.errors import BackendError, warn
 from lowprec.formats import DType
 from lowprec.util.lock import locked
 
+#: Definitions of the preprocessor.
+Macros: TypeAlias = dict[str, str | int]
+
 #: Names of the element types in kernels.
-ELEMENT: Mapping[DType, str] = {
+ELEMENT = {
     DType.FLOAT64: "double",
     DType.FLOAT32: "float",
     DType.FLOAT16: "Half",
@@ -35,17 +38,12 @@ ELEMENT: Mapping[DType, str] = {
     DType.FLOAT8_E5M2: "E5M2",
 }
 
-#: Threads of a block, bytes of a vector load, and bytes of an exponent of a scaled row or column.
-THREADS, VECTOR_BYTES, EXPONENT_BYTES = 256, 16, 4
+#: Threads of a block, and bytes of an exponent of a scaled row or column.
+THREADS = 256
+EXPONENT_BYTES = 4
 
 #: Without FMA contraction, so that results equal those of the CPU backend; the kernels are memory-bound.
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
-
-#: The first compute capability that CUDA 13 supports.
-OLDEST_OF_CUDA_13 = (7, 5)
-NEEDS_CUDA_12 = (
-    "CUDA 13 is for compute capability 7.5 and later; earlier devices (V100) need CUDA 12: lowprec's extra cuda12"
-)
 
 _NEEDS_NVRTC = (
     "NVRTC, CUDA's run-time compiler, must be installed and support this device: install lowprec with its extra cuda13 "
@@ -62,102 +60,96 @@ _DIGEST_BYTES = 32
 _BLOCKS_PER_MULTIPROCESSOR = 32
 
 
-class _Arguments(NamedTuple):
-    """The arguments of one launch, 8 bytes each, and the address of the array of pointers to them."""
-
-    memory: array[int]
-    pointers: array[int]
-    address: int
-
-
 class Launch:
-    """A kernel, compiled at the first call, with its grid and arguments; a call sets only addresses and factors."""
+    """A kernel, compiled at the first call, with its grid and arguments; a call sets only the first arguments.
+
+    These have the ``struct`` format ``varying``. Addresses have none of the bits of ``masks``, of which the last may be
+    omitted. The grid has ``wanted`` blocks, or as many as the device needs to be busy.
+    """
 
     def __init__(
         self,
         name: str,
         file: str,
-        definitions: Mapping[str, str | int],
+        definitions: Macros,
         device: int,
-        grid: int,
+        wanted: int,
         block: tuple[int, ...],
-        addresses: int,
+        varying: str,
         constants: Sequence[int],
-        factors: int = 0,
+        masks: Sequence[int] = (),
     ) -> None:
+        self.masks = masks
         self._key = (name, file, definitions, device)
-        self._extents = (grid, 1, 1, *block, *(1,) * (3 - len(block)), 0)
+        most = runtime.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+        grid = max(1, min(wanted, most))
+        ones = (1,) * (3 - len(block))
+        self._extents = (grid, 1, 1, *block, *ones, 0)
         self._constants = tuple(constants)
-        self._factors = (addresses, addresses + factors)
-        # Addresses and factors come first in memory, so that one call sets them.
-        self._set = struct.Struct(f"{addresses}Q{factors}d").pack_into
-        #: Arguments that are not in use by a thread.
-        self._idle: list[_Arguments] = []
+        self._varying = struct.Struct(varying)
+        #: Arguments that are not in use by a thread, 8 bytes each, and the pointers to them.
+        self._idle: list[tuple[array[int], array[int]]] = []
         self._kernel: Any = None
         self._function: Any = None
-        self._queue: Any = None
 
     def __call__(self, stream: int, *varying: float) -> None:
-        """Queue the kernel; ``varying`` are the addresses and the factors."""
+        """Queue the kernel with these first arguments."""
         if self._kernel is None:
             self._load()
         try:
             arguments = self._idle.pop()
         except IndexError:
             arguments = self._new_arguments()
-        self._set(arguments.memory, 0, *varying)
+        memory, pointers = arguments
+        self._varying.pack_into(memory, 0, *varying)
         # The driver copies the arguments before it returns.
-        (status,) = self._queue(self._function, *self._extents, stream, arguments.address, 0)
+        address, _ = pointers.buffer_info()
+        launch = libraries().driver.cuLaunchKernel
+        (status,) = launch(self._function, *self._extents, stream, address, 0)
         self._idle.append(arguments)
-        if status != 0:
+        if status:
             raise BackendError(f"kernel {self._key[0]} cannot be launched: {status.name}")
 
     def _load(self) -> None:
         with runtime.relaxed_capture():  # loading is not part of a captured graph
             loaded = kernel(*self._key)
-        driver = libraries().driver
-        self._function, self._queue = driver.CUfunction(int(loaded.handle)), driver.cuLaunchKernel
+        self._function = libraries().driver.CUfunction(int(loaded.handle))
         self._kernel = loaded
 
-    def _new_arguments(self) -> _Arguments:
-        first, end = self._factors
-        memory = array("q", [0] * end + list(self._constants))
-        base, size = memory.buffer_info()[0], memory.itemsize
-        order = [*range(first), *range(end, len(memory)), *range(first, end)]
+    def _new_arguments(self) -> tuple[array[int], array[int]]:
+        memory = array("q", bytes(self._varying.size))
+        memory.extend(self._constants)
+        first, count = memory.buffer_info()
+        end = first + count * memory.itemsize
         # The driver knows the number of arguments; the zero lets tests detect a wrong one.
-        pointers = array("Q", [*(base + size * i for i in order), 0])
-        return _Arguments(memory, pointers, pointers.buffer_info()[0])
+        return memory, array("Q", [*range(first, end, memory.itemsize), 0])
 
 
-def pick_blocks(wanted: int, device: int) -> int:
-    """Return the size of a grid for ``wanted`` blocks of work, limited by the device."""
-    most = runtime.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
-    return max(1, min(wanted, most))
-
-
-def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
+def kernel(name: str, file: str, definitions: Macros, device: int) -> Any:
     """Return a kernel of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
     major, minor = runtime.properties(device).capability
-    return locked(_load, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
+    return locked(_load, f"sm_{major}{minor}", name, source_text(file, definitions))
 
 
-def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:
+def source_text(file: str, definitions: Macros) -> str:
     """Return the source of a kernel: macros, element types, and the text of the file."""
-    lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
+    lines = [f"#define {macro} {value}\n" for macro, value in definitions.items()]
     folder = resources.files("lowprec.backends.cuda") / "kernels"
-    return lines + "".join((folder / name).read_text("utf-8") for name in ("elements.cuh", file))
+    lines += [(folder / name).read_text("utf-8") for name in ("elements.cuh", file)]
+    return "".join(lines)
 
 
 @cached
-def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
-    core, source = libraries().core, source_text(file, definitions)
+def _load(arch: str, name: str, source: str) -> Any:
+    core = libraries().core
     # The digest is of everything that determines the code. In tests cuda.core is an object that is not a module.
     maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
     words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
     path = f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
     data = disk.read(path)
     if data is not None:
-        digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        digest = data[:_DIGEST_BYTES]
+        code = data[_DIGEST_BYTES:]
         reason = "it is damaged"
         try:
             if hashlib.sha256(code).digest() == digest:
@@ -192,6 +184,5 @@ def _compiled(core: Any, arch: str, name: str, source: str) -> bytes:
         code = core.Program(source, "c++", options).compile("cubin").code
     except Exception as error:
         log = "\n".join(str(error).splitlines()[:_LOG_LINES])
-        remedy = NEEDS_CUDA_12 if arch in ("sm_70", "sm_72") else _NEEDS_NVRTC
-        raise BackendError(f"kernel {name} was not compiled for {arch}: {log}\n{remedy}") from error
+        raise BackendError(f"kernel {name} was not compiled for {arch}: {log}\n{_NEEDS_NVRTC}") from error
     return bytes(code)

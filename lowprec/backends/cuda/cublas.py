@@ -6,7 +6,9 @@ built on it; cuBLASLt has no math mode. Source: the cuBLAS documentation, ``cubl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +18,7 @@ from lowprec.errors import DeviceError
 from lowprec.modes import MathMode
 from lowprec.policy import register_controller
 from lowprec.policy.protocol import Tier
+from lowprec.util.lock import lock
 
 #: ``cublasMath_t`` by math mode.
 _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
@@ -23,29 +26,28 @@ _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
 #: Flag that may be set in addition: sums of split products stay in FP32.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
-#: The ``cublasMath_t`` of new handles.
+#: The ``cublasMath_t`` of new and of reused handles.
 _at_start = 0
+#: Threads that have had each handle.
+_uses: Counter[int] = Counter()
 
 
-def _create() -> int:
-    handle = bindings.create_handle("cublas")
-    if _at_start:
-        try:
-            bindings.set_math_mode(handle, _at_start)
-        except BaseException:
-            bindings.destroy_handle(handle, "cublas")
-            raise
-    return handle
+def _reset(handle: int) -> None:
+    """Set the state of a new handle; the mode that a scope saved for an earlier thread is not restored."""
+    _uses[handle] += 1
+    with lock:  # no scope begins or ends meanwhile
+        bindings.reset_handle(handle, _at_start)
 
 
-_pool = HandlePool(_create)
+_pool = HandlePool(partial(bindings.create_handle, "cublas"), _reset)
 
 
 def cublas_handle(device: int | None = None) -> int:
     """Return lowprec's cuBLAS handle of this thread, for direct calls of cuBLAS.
 
     ``fp32_guard`` and ``math_mode(..., frameworks=True)`` save, set and restore its math mode. The caller may set its
-    stream, workspace and math mode, but must not destroy it.
+    stream, workspace, and math, pointer and atomics modes, but must not destroy it. When the thread has ended, another
+    one may get the handle, in the state of a new one.
 
     Parameters
     ----------
@@ -90,9 +92,9 @@ class CublasController:
     name = "cublas"
     module = "lowprec.backends.cuda.cublas"
     tier = Tier.PROCESS
-    switches: Mapping[str, str] = MappingProxyType({
-        "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
-    })  # fmt: skip
+    switches: Mapping[str, str] = MappingProxyType(
+        {"math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"}
+    )
     modes = tuple(_MATH)
 
     def save(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class CublasController:
 
 
 def _name(handle: int) -> str:
-    return f"math_mode of handle {handle:#x}"
+    return f"math_mode of handle {handle:#x}, thread {_uses[handle]}"
 
 
 register_controller(CublasController())

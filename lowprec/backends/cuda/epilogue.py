@@ -5,26 +5,20 @@ The kernel, ``kernels/epilogue.cu``, computes in the product's type, undoes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, batch_dimensions, in_sequence, launch_batches
-from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
+from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, Launch, Macros
 from lowprec.backends.cuda.libraries import cached
+from lowprec.backends.cuda.steps import KernelStep, LaunchBatch, Step, are_multiples, batch_dimensions, launch_batches
 from lowprec.formats import DType
 from lowprec.planning import ACTIVATIONS, Activation, MatrixStack, OperandSpec
-from lowprec.util.strides import Dimension, coalesce
-
-#: Real and imaginary parts of alpha and beta.
-_FACTORS = 4
-
-#: Queues the work: addresses of product, out, c, bias, row and column exponents or factors (0 for none), alpha, beta,
-#: a stream.
-EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, complex, int], None]
+from lowprec.planning.cublaslt.calls import STEP_BYTES
+from lowprec.util.strides import Dimension, coalesce, contiguous_strides
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Epilogue:
     """Parameters of an epilogue, checked by planning; int32 has no factors, ``c`` is not read if ``beta`` is 0."""
 
@@ -45,148 +39,145 @@ class Epilogue:
         return self.scaled or any(self.factors)
 
 
-#: Index of each array in the launcher's arguments; for the first three also in the strides of a dimension.
-_PRODUCT, _OUT, _C, _BIAS, _ROW_EXPONENTS, _COL_EXPONENTS = range(6)
+#: Arrays in the strides of a dimension: the product, ``out``, ``c`` and the bias.
+_ARRAYS = 4
 
 
 @cached
-def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
-    """Return the function that queues the epilogue on a stream of ``device``, which must be current."""
-    if not spec.out.rows * spec.out.cols:
-        return in_sequence(())
+def prepare_epilogue(spec: Epilogue, device: int) -> tuple[Step, ...]:
+    """Return the steps of the epilogue on ``device``, which must be current."""
     batch, rows, cols = _dimensions(spec)
-    parts = launch_batches(batch, 4)
-    return in_sequence([_EpilogueLaunch(spec, rows, cols, part, device) for part in parts])
+    return tuple(_kernel(spec, rows, cols, part, device) for part in launch_batches(batch, _ARRAYS))
 
 
 def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
-    out, c = spec.out, spec.c
+    out = spec.out
+    none = (0,) * len(out.batch_shape)
+    c = spec.c or replace(out, row_stride=0, col_stride=0, batch_strides=none)
     per_column = int(spec.bias is not None or spec.is_scaled)
     step = (spec.product_rows or out.rows) * spec.leading_dimension
-    none = (0,) * len(out.batch_shape)
-    c_strides = c.batch_strides if c else none
-    batch = batch_dimensions(out.batch_shape, step, out.batch_strides, c_strides, none)
-    c_row = c.row_stride if c else 0
-    rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c_row, 0))
-    cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride if c else 0, per_column))
+    product_strides = contiguous_strides(out.batch_shape, step)
+    batch = batch_dimensions(out.batch_shape, product_strides, out.batch_strides, c.batch_strides, none)
+    rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c.row_stride, 0))
+    cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride, per_column))
     if spec.is_scaled:  # exponents and factors are indexed by matrix, row and column
         return coalesce(batch), rows, cols
-    every = coalesce([*batch, rows, cols])
-    # A last dimension with the strides of the columns is that of the columns; otherwise there is a single column.
-    cols = every.pop() if every and every[-1][1] == cols[1] else (1, cols[1])
-    rows = every.pop() if every else (1, rows[1])
-    return every, rows, cols
+    # The last dimension is that of the columns if it has their strides; otherwise there is a single column.
+    batch = coalesce([*batch, rows, cols])
+    strides = cols[1]
+    cols = (1, strides)
+    if batch and batch[-1][1] == strides:
+        cols = batch.pop()
+    rows = (1, rows[1])
+    if batch:
+        rows = batch.pop()
+    return batch, rows, cols
 
 
-class _EpilogueLaunch:
-    """The kernel for the batch of one launch, compiled for each alignment of the pointers."""
+def _kernel(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int) -> Step:
+    """Return the kernel for the batch of one launch, by the alignment of the pointers."""
+    itemsizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
+    vector = max(1, STEP_BYTES // min(itemsizes))
+    names = ["product", "out"]
+    if spec.c:
+        names.append("c")
+        itemsizes.append(spec.c.dtype.itemsize)
+    arrays = zip(names, batch.offsets, itemsizes, strict=False)
+    used = [(name, at * nbytes) for name, at, nbytes in arrays]
+    if spec.bias:
+        used.append(("bias", 0))
+    if spec.is_scaled:
+        counts = (batch.before * rows[0], batch.before * cols[0])
+        for name, factors, count in zip(("scales_a", "scales_b"), spec.factors, counts, strict=True):
+            has_each = spec.scaled or factors == 2
+            used.append((name, has_each * count * EXPONENT_BYTES))
 
-    def __init__(self, spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int) -> None:
-        self._spec, self._rows, self._cols, self._batch = spec, rows, cols, batch
-        self._device = device
-        sizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
-        c_size = spec.c.dtype.itemsize if spec.c else 0
-        #: Index in the launcher's arguments, and offset in bytes, of each array.
-        self._offsets = [(_PRODUCT, batch.offsets[0] * sizes[0]), (_OUT, batch.offsets[1] * sizes[1])]
-        if spec.c:
-            self._offsets.append((_C, batch.offsets[_C] * c_size))
-        if spec.bias:
-            self._offsets.append((_BIAS, 0))
-        if spec.is_scaled:
-            each = [batch.before * EXPONENT_BYTES * (spec.scaled or x == 2) for x in spec.factors]
-            self._offsets += [(_ROW_EXPONENTS, each[0] * rows[0]), (_COL_EXPONENTS, each[1] * cols[0])]
-        vector = max(1, VECTOR_BYTES // min(sizes))
-
-        def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
-            """Whether rows are contiguous and all as aligned as the first."""
-            strides = [rows[1][array] if rows[0] > 1 else 0, *batch.strides[array]]
-            return cols[1][array] == 1 and are_multiples(nbytes, itemsize, strides)
-
-        regular = all(
-            rows_aligned(array, VECTOR_BYTES, size) for array, size in zip((_PRODUCT, _OUT), sizes, strict=True)
-        )
-        c_bytes = min(VECTOR_BYTES, vector * c_size)
-        self._c_mask = c_bytes - 1
-        c_regular = bool(c_size) and rows_aligned(_C, c_bytes, c_size)
-        self._any = self._launch(1, 0)
-        self._fast = self._launch(vector, 0) if regular else None
-        self._fast_with_c = self._launch(vector, 1) if regular and c_regular else None
-
-    def __call__(self, *arguments: Any) -> None:
-        *given, alpha, beta, stream = arguments
-        addresses = [given[index] + offset for index, offset in self._offsets]
-        launch = self._any
-        if self._fast is not None and not (addresses[0] | addresses[1]) & (VECTOR_BYTES - 1):
-            launch = self._fast
-            if self._fast_with_c is not None and not addresses[2] & self._c_mask:
-                launch = self._fast_with_c
-        launch(stream, *addresses, alpha.real, alpha.imag, beta.real, beta.imag)
-
-    def _launch(self, vector: int, c_aligned: int) -> Launch:
+    def launch(vector: int, masks: Sequence[int]) -> Launch:
         """Return the kernel with ``vector`` elements per thread."""
-        spec, rows, cols, batch = self._spec, self._rows, self._cols, self._batch
-        definitions: dict[str, str | int] = {
-            "PRODUCT": ELEMENT[spec.product_dtype],
-            "RESULT": ELEMENT[spec.out.dtype],
-            "SCALED": 2 if any(spec.factors) else int(spec.scaled),
-            "VECTOR": int(vector > 1),
-        }
-        if any(spec.factors):
-            definitions |= {"ROW_FACTORS": spec.factors[0], "COL_FACTORS": spec.factors[1]}
-        if spec.activation:
-            definitions["ACTIVATED"] = ACTIVATIONS[spec.activation].cuda
-        constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
-        constants += [rows[1][_OUT], cols[1][_OUT], batch.count]
-        constants += [*batch.extents, *batch.strides[_OUT]]
-        if spec.c:
-            definitions["ADDEND"] = ELEMENT[spec.c.dtype]
-            constants += [rows[1][_C], cols[1][_C], *batch.strides[_C], c_aligned]
-        if spec.bias:
-            definitions["BIAS"] = ELEMENT[spec.bias.dtype]
-            constants += spec.bias.strides
-        groups = batch.count * rows[0] * -(-cols[0] // vector)
-        blocks = pick_blocks(-(-groups // THREADS), self._device)
-        addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.is_scaled
+        groups = batch.matrices * rows[0] * -(-cols[0] // vector)
         return Launch(
-            "epilogue", "epilogue.cu", definitions, self._device, blocks, (THREADS,),
-            addresses, constants, _FACTORS,
-        )  # fmt: skip
+            "epilogue",
+            "epilogue.cu",
+            _definitions(spec, vector),
+            device,
+            -(-groups // THREADS),
+            (THREADS,),
+            f"{len(used)}Q4d",
+            _constants(spec, rows, cols, batch, len(masks) == 3),
+            masks,
+        )
+
+    masks: list[int] = []
+    launches = [launch(1, [])]
+    for array, nbytes in enumerate(itemsizes):
+        step = min(STEP_BYTES, vector * nbytes)
+        strides = batch.strides[array]
+        if rows[0] > 1:
+            strides = (rows[1][array], *strides)
+        if cols[1][array] != 1 or not are_multiples(step, nbytes, strides):
+            break
+        masks.append(step - 1)
+        if len(masks) > 1:
+            launches.insert(0, launch(vector, masks.copy()))
+    return KernelStep(used, launches, has_factors=True)
 
 
-#: Queues the work: addresses of the product, ``a`` and ``b``, and a stream.
-Recomputer: TypeAlias = Callable[[int, int, int, int], None]
+def _definitions(spec: Epilogue, vector: int) -> Macros:
+    definitions: Macros = {
+        "PRODUCT": ELEMENT[spec.product_dtype],
+        "RESULT": ELEMENT[spec.out.dtype],
+        "SCALED": int(spec.scaled),
+        "VECTOR": int(vector > 1),
+    }
+    if any(spec.factors):
+        definitions["SCALED"] = 2
+        definitions["ROW_FACTORS"] = spec.factors[0]
+        definitions["COL_FACTORS"] = spec.factors[1]
+    if spec.activation:
+        definitions["ACTIVATED"] = ACTIVATIONS[spec.activation].cuda
+    if spec.c:
+        definitions["ADDEND"] = ELEMENT[spec.c.dtype]
+    if spec.bias:
+        definitions["BIAS"] = ELEMENT[spec.bias.dtype]
+    return definitions
+
+
+def _constants(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, c_aligned: int) -> list[int]:
+    row_count, row_strides = rows
+    col_count, col_strides = cols
+    product, out, c, _ = batch.strides
+    constants = [row_count, col_count, row_strides[0], product[2]]
+    constants += [row_strides[1], col_strides[1], batch.matrices, *batch.extents, *out]
+    if spec.c:
+        constants += [row_strides[2], col_strides[2], *c, c_aligned]
+    if spec.bias:
+        constants += spec.bias.strides
+    return constants
 
 
 @cached
 def prepare_recomputing(
     dtype: DType, leading_dimension: int, a: MatrixStack, b: MatrixStack, device: int
-) -> Recomputer:
-    """Return the function that recomputes non-finite elements of a product of parts from ``a`` and ``b``.
+) -> tuple[Step, ...]:
+    """Return the steps that recompute non-finite elements of a product of parts from ``a`` and ``b``.
 
     Infinities, NaN, and numbers that overflow in the parts' format give NaN in every element of the result that depends
     on them. The kernel, ``kernels/recompute.cu``, always runs and reads the product once, so that the host does not
     wait. The product, float32 or complex64, is row-major with contiguous matrices; the operands have the same batch
     shape.
     """
-    step = a.rows * leading_dimension
-    batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
-    parts = launch_batches(batch, 3)
-    return in_sequence([_recomputer(dtype, leading_dimension, a, b, part, device) for part in parts])
-
-
-def _recomputer(
-    dtype: DType, leading: int, a: MatrixStack, b: MatrixStack, batch: LaunchBatch, device: int
-) -> Recomputer:
-    definitions = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
-    constants = [a.rows, b.cols, a.cols, leading]
-    constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
-    constants += [batch.count, *batch.extents, *(x for array in batch.strides for x in array)]
-    blocks = pick_blocks(-(-batch.count * a.rows * b.cols // THREADS), device)
-    launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (THREADS,), 3, constants)
-    dtypes = (dtype, a.dtype, b.dtype)
-    offsets = [at * x.itemsize for at, x in zip(batch.offsets, dtypes, strict=True)]
-
-    def queue(product: int, first: int, second: int, stream: int) -> None:
-        launch(stream, product + offsets[0], first + offsets[1], second + offsets[2])
-
-    return queue
+    definitions: Macros = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
+    product_strides = contiguous_strides(a.batch_shape, a.rows * leading_dimension)
+    dimensions = batch_dimensions(a.batch_shape, product_strides, a.batch_strides, b.batch_strides)
+    steps: list[Step] = []
+    for batch in launch_batches(dimensions, 3):
+        constants = [a.rows, b.cols, a.cols, leading_dimension]
+        constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
+        constants += [batch.matrices, *batch.extents]
+        constants += chain.from_iterable(batch.strides)
+        blocks = -(-batch.matrices * a.rows * b.cols // THREADS)
+        launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (THREADS,), "3Q", constants)
+        arrays = zip(("product", "a", "b"), batch.offsets, (dtype, a.dtype, b.dtype), strict=True)
+        used = [(name, at * x.itemsize) for name, at, x in arrays]
+        steps.append(KernelStep(used, [launch]))
+    return tuple(steps)

@@ -28,28 +28,33 @@ class _Lease(dict[int, int]):
             self._free[device].append(handle)
 
 
-class _Local(threading.local):
-    def __init__(self, free: dict[int, list[int]]) -> None:
-        self.handles = _Lease(free)
-
-
 class HandlePool:
-    """Handles of one library; ``create`` returns a new one on the current device. All steps are atomic."""
+    """Handles of one library; ``create`` returns a new one on the current device. All steps are atomic.
 
-    def __init__(self, create: Callable[[], int]) -> None:
+    ``reset`` sets the initial state of a handle, which may be that of a finished thread.
+    """
+
+    def __init__(self, create: Callable[[], int], reset: Callable[[int], None] | None = None) -> None:
         self._create = create
+        self._reset = reset
         #: All handles, in order of creation, with their devices.
         self.devices: dict[int, int] = {}
         self._free: dict[int, list[int]] = defaultdict(list)
-        self._local = _Local(self._free)
+        self._local = threading.local()
 
     def handle(self, device: int, stream: int = LEGACY_STREAM) -> int:
         """Return this thread's handle on ``device``, which is current; none is created during a capture."""
-        handles = self._local.handles
-        leased = handles.get(device)
-        return leased if leased is not None else self._lease(device, stream, handles)
+        lease = getattr(self._local, "lease", None)
+        if lease is None:
+            lease = _Lease(self._free)
+            self._local.lease = lease
+        handle = lease.get(device)
+        if handle is None:
+            handle = self._unused(device, stream)
+            lease[device] = handle
+        return handle
 
-    def _lease(self, device: int, stream: int, handles: _Lease) -> int:
+    def _unused(self, device: int, stream: int) -> int:
         try:
             handle = self._free[device].pop()
         except IndexError:
@@ -61,10 +66,9 @@ class HandlePool:
                     memory.release()
                     handle = self._create()
             self.devices[handle] = device
-        leased = handles.setdefault(device, handle)
-        if leased != handle:  # a signal handler has created one meanwhile
-            self._free[device].append(handle)
-        return leased
+        if self._reset is not None:
+            self._reset(handle)
+        return handle
 
 
 _cublas_lt = HandlePool(bindings.create_handle)
@@ -72,21 +76,19 @@ _cublas_lt = HandlePool(bindings.create_handle)
 #: Return this thread's cuBLASLt handle on the current device.
 handle = _cublas_lt.handle
 
-
-def device_of(handle: int) -> int:
-    return _cublas_lt.devices[handle]
-
-
 _streams = HandlePool(runtime.create_stream)
 
 
 @contextlib.contextmanager
-def stream_of_thread(handle: int) -> Iterator[int]:
-    """Yield a stream for work in the order of this thread's default stream, whose number libraries may not accept."""
-    device = Device(2, device_of(handle))
-    stream = _streams.handle(device.index, PER_THREAD_STREAM)
-    memory.order(PER_THREAD_STREAM, stream, device)
+def library_stream(device: int, stream: int) -> Iterator[int]:
+    """Yield a stream for a library, which may not accept the numbers of default streams; order it with ``stream``."""
+    if stream != PER_THREAD_STREAM:
+        yield 0 if stream == LEGACY_STREAM else stream
+        return
+    where = Device(2, device)
+    own = _streams.handle(device, stream)
+    memory.order(stream, own, where)
     try:
-        yield stream
+        yield own
     finally:
-        memory.order(stream, PER_THREAD_STREAM, device)
+        memory.order(own, stream, where)

@@ -9,25 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import BackendError, DeviceError
-
-_STUBBED = ("cublas_lt", "cublas", "cusparse_lt")
-
-if TYPE_CHECKING:
-    # mypy looks up the names of these modules in the stubs of nvmath-python.
-    from nvmath.bindings import cublas as cublas
-    from nvmath.bindings import cublasLt as cublas_lt  # noqa: F401
-    from nvmath.bindings import cusparseLt as cusparse_lt  # noqa: F401
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Return a module of nvmath-python, which then is an attribute until another :func:`use`."""
-        if name not in _STUBBED:
-            raise AttributeError(f"module {__name__} has no attribute {name}")
-        return globals().setdefault(name, getattr(libraries(), name))
-
 
 _T = TypeVar("_T")
 
@@ -49,9 +33,13 @@ class Libraries(NamedTuple):
 
 
 _MODULES = Libraries(
-    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core", "cuda.bindings.driver",
+    "nvmath.bindings.cublasLt",
+    "nvmath.bindings.cublas",
+    "cuda.bindings.runtime",
+    "cuda.core",
+    "cuda.bindings.driver",
     "nvmath.bindings.cusparseLt",
-)  # fmt: skip
+)
 
 #: Earlier versions lack FP8 types and some attributes of descriptors.
 _OLDEST_CUBLAS = 120000
@@ -61,7 +49,7 @@ _loaded: Libraries | None = None
 
 def libraries() -> Libraries:
     """Return the modules; raise BackendError if one is missing, DeviceError without a usable driver or device."""
-    return _loaded if _loaded is not None else _load()
+    return _loaded or _load()
 
 
 def loaded() -> Libraries | None:
@@ -81,9 +69,8 @@ def cached(function: Callable[..., _T]) -> functools._lru_cache_wrapper[_T]:
 def use(replacement: Libraries | None) -> Libraries | None:
     """Replace NVIDIA's modules, and return the old ones; None loads them again at the next use."""
     global _loaded
-    before, _loaded = _loaded, replacement
-    for name in _STUBBED:
-        globals().pop(name, None)
+    before = _loaded
+    _loaded = replacement
     for cache in _caches:
         cache.cache_clear()
     return before
@@ -118,16 +105,16 @@ def _no_device(runtime: Any, status: Any) -> str:
         return "no usable NVIDIA GPU: none is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if status == errors.cudaErrorInsufficientDriver:
         # A missing driver has version 0.
-        driver = _version(runtime.cudaDriverGetVersion())
-        wanted = _version(runtime.cudaRuntimeGetVersion())
-        if driver is None:
+        _, driver = runtime.cudaDriverGetVersion()
+        _, wanted = runtime.cudaRuntimeGetVersion()
+        if not driver:
             return "no NVIDIA driver was found; install one (a container must be started with access to the GPUs)"
         return (
-            f"the NVIDIA driver is too old: it supports CUDA {driver}, but the installed packages are for CUDA "
-            f"{wanted}; update the driver, or install packages for it: lowprec's extra cuda12"
+            f"the NVIDIA driver is too old: it supports CUDA {version_text(driver)}, but the installed packages are "
+            f"for CUDA {version_text(wanted)}; update the driver, or install packages for it: lowprec's extra cuda12"
         )
     _, words = runtime.cudaGetErrorString(status)
-    text = f"{status.name}: {words.decode() if isinstance(words, bytes) else words}"
+    text = f"{status.name}: {words.decode()}"
     if status == errors.cudaErrorInitializationError:
         return (
             f"CUDA cannot be initialised ({text}), as in a process forked after CUDA was used; start processes with "
@@ -136,6 +123,6 @@ def _no_device(runtime: Any, status: Any) -> str:
     return f"the NVIDIA GPUs cannot be used ({text}); check nvidia-smi"
 
 
-def _version(result: tuple[Any, Any]) -> str | None:
-    status, number = result
-    return f"{number // 1000}.{number % 1000 // 10}" if not int(status) and number else None
+def version_text(version: int) -> str:
+    """Return a version of CUDA in words: 13000 is 13.0."""
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -45,17 +45,15 @@ _Dead: TypeAlias = tuple[int, int, set[int]]
 class Block:
     """Memory of a device for the work of a stream, freed on that stream at the end of a ``with`` block.
 
-    Blocks that are finalised otherwise, and those that are not ``stream_ordered``, are recorded in ``dead``.
+    Blocks that are finalised otherwise, and those that are not ``stream_ordered``, are recorded by their pool.
     """
 
-    __slots__ = ("__weakref__", "_dead", "_stream", "_streams", "address", "nbytes")
-
-    def __init__(self, nbytes: int, stream: int, dead: deque[_Dead], *, stream_ordered: bool) -> None:
+    def __init__(self, nbytes: int, stream: int, pool: _Pool, *, stream_ordered: bool) -> None:
         self.address = 0
         self.nbytes = nbytes
         self._stream = stream if stream_ordered else None
         self._streams = {_known(stream)}
-        self._dead = dead
+        self._pool = pool
 
     def used_on(self, stream: int) -> None:
         """Free the memory only after the work that is then queued on this stream."""
@@ -67,28 +65,25 @@ class Block:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._stream is None:
             return
-        address, self.address = self.address, 0  # first, so that it is not freed twice
+        address = self.address
+        self.address = 0  # first: an error may be one of earlier work, and the memory is freed
         try:
             call("cudaFreeAsync", address, self._stream)
         except BackendError:
-            # After a failed capture, memory of the graph may belong to another allocation.
-            is_captured = False
-            with contextlib.suppress(BackendError):
-                is_captured = runtime.is_capturing(self._stream)
-            if not is_captured:
-                self.address = address
             if kind is None:
                 raise
 
     def __del__(self) -> None:
         # May run in any thread, inside any call, and during interpreter exit.
         if self.address:
-            self._dead.append((self.address, self.nbytes, self._streams))
+            self._pool.note((self.address, self.nbytes, self._streams))
 
 
 def _known(stream: int) -> int:
     """Return the stream if it is the same one in every thread, otherwise UNKNOWN_STREAM."""
-    return stream if stream == LEGACY_STREAM or stream > PER_THREAD_STREAM else UNKNOWN_STREAM
+    if stream == LEGACY_STREAM or stream > PER_THREAD_STREAM:
+        return stream
+    return UNKNOWN_STREAM
 
 
 class _Pool:
@@ -101,10 +96,8 @@ class _Pool:
         self._device = device
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._pool = runtime.create_pool(device, self._limit)
-        #: Dead blocks recorded by finalisers, and those already collected from it.
-        self._noted: deque[_Dead] = deque()
         self._dead: deque[_Dead] = deque()
-        self._dead_bytes = 0  # approximate, if several threads collect
+        self._dead_bytes = 0  # approximate, if several threads change it
         #: Streams of temporary memory since the last :meth:`release`.
         self._streams: set[int] = set()
         self.events: list[Any] = []
@@ -114,8 +107,9 @@ class _Pool:
         #: Objects in use without an event yet.
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
-        #: lowprec's stream, and the number 1 in device memory; threads that create one at the same time use the first.
-        self.streams: list[int] = []
+        #: lowprec's stream.
+        self.stream = runtime.create_stream()
+        #: The number 1 in device memory; threads that create one at the same time use the first.
         self.ones: list[Block] = []
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
@@ -132,8 +126,9 @@ class _Pool:
                 )
             # In a capture, memory of a pool would belong to the graph and be freed before the array; and other devices
             # cannot access it.
-            pool = None if is_captured or PEER_ACCESS.current() else pool
-        block = Block(nbytes, stream, self._noted, stream_ordered=pool is not None)
+            if is_captured or PEER_ACCESS.current():
+                pool = None
+        block = Block(nbytes, stream, self, stream_ordered=pool is not None)
         self._streams.add(_known(stream))
         try:
             block.address = runtime.allocate(nbytes, pool, stream)
@@ -144,45 +139,47 @@ class _Pool:
             block.address = runtime.allocate(nbytes, pool, stream)
         return block
 
+    def note(self, block: _Dead) -> None:
+        """Record a dead block."""
+        self._dead.append(block)
+        self._dead_bytes += block[1]
+
     def _collect(self, limit: int) -> None:
         """Free dead blocks after the work of their streams, if they exceed a limit; a negative one frees all."""
-        if limit >= 0 and not self._noted:
-            return
-        with contextlib.suppress(IndexError):
-            while True:
-                self._dead.append(self._noted.popleft())
-                self._dead_bytes += self._dead[-1][1]
         if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
             return
         # Blocks that are recorded from here on may still be in use after the wait.
         dead: list[_Dead] = []
-        nbytes, self._dead_bytes = self._dead_bytes, 0
+        self._dead_bytes = 0
         with contextlib.suppress(IndexError):
             while True:
                 dead.append(self._dead.popleft())
+        streams = set().union(*(x[-1] for x in dead))
+        if limit < 0:
+            streams |= self._streams
+        captured = streams
         try:
-            captured = self._wait_for(set().union(*(x[-1] for x in dead), self._streams if limit < 0 else ()))
-        except BaseException:
-            self._dead += dead
-            self._dead_bytes += nbytes
-            raise
-        while dead:
-            address, nbytes, streams = dead.pop()
-            if streams & captured:
-                self._noted.append((address, nbytes, streams))
-            else:
-                with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
-                    runtime.free(address)
+            captured = self._wait_for(streams)
+        finally:
+            while dead:
+                block = dead.pop()
+                if block[-1] & captured:
+                    self.note(block)
+                else:
+                    with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
+                        runtime.free(block[0])
 
     def _wait_for(self, streams: set[int]) -> set[int]:
         """Wait for the queued work of streams; return those that were not waited for, because of a capture."""
-        known, events = streams - {UNKNOWN_STREAM}, []
+        known = streams - {UNKNOWN_STREAM}
+        events = []
         try:
             captured = {x for x in known if runtime.is_capturing(x)}
             for stream in known - captured:
                 events.append(self.recorded(stream))
         except BackendError:  # a stream was destroyed
-            streams, captured = {UNKNOWN_STREAM}, set()
+            streams = {UNKNOWN_STREAM}
+            captured = set()
         try:
             for event in events:
                 runtime.wait_for_event(event)
@@ -190,7 +187,9 @@ class _Pool:
             self.events += events
         if UNKNOWN_STREAM in streams and not captured:
             runtime.wait_for_device()
-        return captured | {UNKNOWN_STREAM} if captured else captured
+        if captured:
+            captured.add(UNKNOWN_STREAM)
+        return captured
 
     def recorded(self, stream: int) -> Any:
         try:
@@ -206,14 +205,14 @@ class _Pool:
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
         """Keep objects in :attr:`held` alive until the queued work of a stream is done."""
+        events = []
         if runtime.is_capturing(stream):  # the graph reads them at every launch
             self._captured.append(owners)
-            self.held.pop(id(owners), None)
-            return
-        queue = self._kept.setdefault(stream, {})
-        queue[next(self._numbers)] = (self.recorded(stream), owners)
+        else:
+            queue = self._kept.setdefault(stream, {})
+            queue[next(self._numbers)] = (self.recorded(stream), owners)
+            events = [event for event, _ in queue.copy().values()]
         self.held.pop(id(owners), None)
-        events = [event for event, _ in queue.copy().values()]
         if len(events) > _MAX_KEPT:
             runtime.wait_for_event(events[0])
         self.release_finished()
@@ -271,9 +270,10 @@ def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
 
 
 def _each(do: Callable[[_Pool], Any]) -> list[Any]:
-    modules, results = loaded(), []
+    current = getattr(loaded(), "runtime", None)
+    results = []
     for (module, device), pool in list(_pools.items()):
-        if modules is not None and module is modules.runtime:
+        if module is current:
             with runtime.on_device(device):
                 results.append(do(pool))
     return results
@@ -294,7 +294,8 @@ def one(device: Device) -> int:
     """Return the address of a float32 with the value 1 in the memory of a device."""
     pool = _pool(device.index)
     if not pool.ones:
-        value, stream = np.ones(1, np.float32), own_stream(device)
+        value = np.ones(1, np.float32)
+        stream = own_stream(device)
         block = allocate(value.nbytes, device, stream)
         copy(value.ctypes.data, block.address, value.nbytes, device, stream)
         synchronize(stream, device)
@@ -304,11 +305,7 @@ def one(device: Device) -> int:
 
 def own_stream(device: Device) -> int:
     """Return lowprec's stream of a device, which does not wait for the default stream."""
-    pool = _pool(device.index)
-    if not pool.streams:
-        with runtime.on_device(device.index):
-            pool.streams.append(runtime.create_stream())
-    return pool.streams[0]
+    return _pool(device.index).stream
 
 
 def order(before: int, after: int, device: Device) -> None:
@@ -347,9 +344,8 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-    if nbytes:
-        with runtime.on_device(device.index):
-            runtime.copy_async(target, source, nbytes, stream)
+    with runtime.on_device(device.index):
+        runtime.copy_async(target, source, nbytes, stream)
 
 
 def hold(owners: Sequence[Any], device: Device) -> None:

@@ -44,28 +44,32 @@ FIXED_POINT = CUBLASLT._replace(
 KERNELS = (BF16X9, FIXED_POINT, CUBLASLT)
 
 #: Versions of cuBLAS with BF16x9 (CUDA 12.9) and with fixed-point emulation (CUDA 13.0 update 2, cuBLAS 13.1.0).
-_BF16X9_SINCE, _FIXED_POINT_SINCE = 120900, 130100
+_BF16X9_SINCE = 120900
+_FIXED_POINT_SINCE = 130100
 
 #: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
-_LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
+_LARGE_WORKSPACE = 32 << 20
+_SMALL_WORKSPACE = 4 << 20
 _LARGE_SINCE = (9, 0)
 
 
 def _features(capability: tuple[int, int], cublas_version: int) -> frozenset[str]:
     """Return the emulations that cuBLAS supports (cuBLAS documentation, "Floating Point Emulation")."""
-    able = {
-        BF16X9.requires: capability in ((10, 0), (10, 3)) and cublas_version >= _BF16X9_SINCE,
-        FIXED_POINT.requires: (capability[0] in (8, 10, 12) or capability in ((9, 0), (11, 0)))
-        and cublas_version >= _FIXED_POINT_SINCE,
-    }
-    return frozenset(name for name, is_able in able.items() if name and is_able)
+    features = set()
+    if cublas_version >= _BF16X9_SINCE and capability in ((10, 0), (10, 3)):
+        features.add("bf16x9")
+    has_fixed_point = capability[0] in (8, 10, 12) or capability in ((9, 0), (11, 0))
+    if cublas_version >= _FIXED_POINT_SINCE and has_fixed_point:
+        features.add("fixed_point")
+    return frozenset(features)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def present(device: DeviceProperties, cublas_version: int = 0) -> Capabilities:
     """Return the capabilities of a GPU with these properties, by this version of cuBLAS."""
     peaks: tuple[tuple[str, float], ...] = ()
-    model, capability = model_of(device.name), device.capability
+    model = model_of(device.name)
+    capability = device.capability
     if model and device.clock_khz:
         # Cards of a model differ in clocks and multiprocessors (PCIe).
         share = device.multiprocessors * device.clock_khz / 1e3 / (model.multiprocessors * model.clock_mhz)
@@ -84,7 +88,8 @@ def present(device: DeviceProperties, cublas_version: int = 0) -> Capabilities:
 
 def predicted(device: str) -> Capabilities:
     """Return the capabilities of a model with the latest cuBLAS; raise DeviceError if it is unknown."""
-    model, capability = parse_model(device), parse_capability(device)
+    model = parse_model(device)
+    capability = parse_capability(device)
     stands_for = "" if capability is None else ", for compute capability {}.{}".format(*capability)
     return Capabilities(
         device="cuda",

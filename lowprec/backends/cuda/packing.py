@@ -7,29 +7,43 @@ a time; contiguous rows, through tiles; or any), and in each call by the alignme
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
-from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
+from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, Launch, Macros
 from lowprec.backends.cuda.libraries import cached
-from lowprec.backends.cuda.quantizing import prepare_quantizing
-from lowprec.planning.cublaslt.calls import PACKED, Packing
-from lowprec.util.strides import Dimension, coalesce
-
-#: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream; if the packing
-#: quantises, also the number of the random numbers.
-Packer: TypeAlias = Callable[..., None]
+from lowprec.backends.cuda.steps import (
+    KernelStep,
+    LaunchBatch,
+    Step,
+    Zeros,
+    are_multiples,
+    batch_dimensions,
+    launch_batches,
+)
+from lowprec.formats import INT8_CODES
+from lowprec.planning.cublaslt.calls import PACKED, STEP_BYTES, TILE_VECTORS, Packing
+from lowprec.recipes import Rule
+from lowprec.util.strides import Dimension, coalesce, packed_strides
 
 #: Least extents of a matrix for which tiles are used.
 _TILED = 8
 #: Least number of threads of a block per row.
 _LEAST_ACROSS = 4
 #: Words of a tile each way, and the threads that read and write it.
-_TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
+_TILE = 32
+_TILE_BLOCK = (32, 8)
+_WORD_BYTES = 4
 #: Columns per block in the search for the largest magnitudes.
 _SPAN = 512
+_SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
+#: Modes whose scales are not those of vectors.
+_STORED = {"VEC128_32F": 2, "BLK128x128_32F": 3, "VEC32_UE8M0": 4, "VEC16_UE4M3": 5}
+#: Macro of loads that bypass shared memory.
+_DIRECTLY = 2
+#: Numbers along k of a tile.
+_TILE_LENGTH = 128
 
 
 class _Shape(NamedTuple):
@@ -42,164 +56,286 @@ class _Shape(NamedTuple):
     col_stride: int
     out_rows: int
     out_cols: int
+    source_bytes: int  # of an element
+    out_bytes: int
 
 
 def _shape(packing: Packing) -> _Shape:
     source = packing.source
     lines, elements = PACKED[packing.complex_as]
-    out_rows, out_cols = packing.padded_rows // lines, packing.leading_dimension // elements
-    rows, cols = source.rows, source.cols
-    row_stride, col_stride = source.row_stride, source.col_stride
-    dimensions: list[Dimension] = [
-        (extent, (stride,)) for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
-    ]
+    out_rows = packing.padded_rows // lines
+    out_cols = packing.leading_dimension // elements
+    row: Dimension = (source.rows, (source.row_stride,))
+    column: Dimension = (source.cols, (source.col_stride,))
+    batch = coalesce(batch_dimensions(source.batch_shape, source.batch_strides))
     # Without padding the target is contiguous, so dimensions coalesce by the strides of the source.
-    if out_rows == rows and packing.parts == 1:
-        dimensions = coalesce([*dimensions, (rows, (row_stride,))])
-        if out_cols == cols and not packing.scaled and packing.complex_as != "rotated":
-            dimensions = coalesce([*dimensions, (cols, (col_stride,))])
-            cols, (col_stride,) = dimensions.pop() if dimensions else (1, (1,))
-            out_cols = cols
-        rows, (row_stride,) = dimensions.pop() if dimensions else (1, (0,))
-        out_rows = rows
+    if out_rows == source.rows and packing.parts == 1:
+        batch = coalesce([*batch, row])
+        if out_cols == source.cols and not packing.scaled and packing.complex_as != "rotated":
+            batch = coalesce([*batch, column])
+            column = (1, (1,))
+            if batch:
+                column = batch.pop()
+            out_cols = column[0]
+        row = (1, (0,))
+        if batch:
+            row = batch.pop()
+        out_rows = row[0]
+    rows, (row_stride,) = row
+    cols, (col_stride,) = column
     if cols == 1:
         col_stride = 1
-    return _Shape(coalesce(dimensions), rows, cols, row_stride, col_stride, out_rows, out_cols)
+    source_bytes = source.dtype.itemsize
+    out_bytes = packing.dtype.itemsize * elements
+    return _Shape(batch, rows, cols, row_stride, col_stride, out_rows, out_cols, source_bytes, out_bytes)
 
 
 @cached
-def prepare_packing(packing: Packing, device: int) -> Packer:
-    """Return the function that queues a packing on a stream of ``device``, which must be current."""
+def prepare_packing(packing: Packing, device: int, operand: str = "a") -> tuple[Step, ...]:
+    """Return the steps that pack an operand on ``device``, which must be current."""
     if packing.rule is not None:
-        return prepare_quantizing(packing, packing.rule, device)
-    shape, source = _shape(packing), packing.source
-    empty = not shape.out_rows * shape.out_cols
-    batches = () if empty else launch_batches(shape.batch, 1)
-    launches = [_PackingLaunch(packing, shape, batch, device) for batch in batches]
-    steps: list[Packer] = [*launches]
-    nbytes = source.rows * prod(source.batch_shape) * EXPONENT_BYTES
-    if packing.scaled and nbytes and (empty or any(x.maxima for x in launches)):
+        return _prepare_quantizing(packing, packing.rule, device, operand)
+    shape = _shape(packing)
+    along_rows = 0 < abs(shape.row_stride) < abs(shape.col_stride)
+    by_tiles = along_rows and min(shape.rows, shape.cols) >= _TILED
+    steps: list[Step] = []
+    if packing.scaled and by_tiles:
+        nbytes = packing.source.rows * prod(packing.source.batch_shape) * EXPONENT_BYTES
+        steps.append(Zeros(f"scales_{operand}", 0, nbytes))
+    kernels = _by_tiles if by_tiles else _by_lines
+    for batch in launch_batches(shape.batch, 1):
+        used, strides = _arrays(packing, shape, batch, operand)
+        launch = partial(_launch, packing, shape, batch, strides, device)
+        steps += kernels(packing, shape, batch, used, launch)
+    return tuple(steps)
 
-        def clear_exponents(source: int, target: int, exponents: int, stream: int) -> None:
-            runtime.call("cudaMemsetAsync", exponents, 0, nbytes, stream)
 
-        steps.insert(0, clear_exponents)
-    return in_sequence(steps)
+#: Fields of ``Addresses`` with offsets in bytes.
+_Used: TypeAlias = list[tuple[str, int]]
 
 
-class _PackingLaunch:
-    """The kernels that pack the batch of one launch."""
+def _arrays(packing: Packing, shape: _Shape, batch: LaunchBatch, operand: str) -> tuple[_Used, tuple[int, int, int]]:
+    """Return source, target and exponents of a batch, and the strides between lines, matrices and parts of the target.
 
-    def __init__(self, packing: Packing, shape: _Shape, batch: LaunchBatch, device: int) -> None:
-        self._packing, self._shape, self._batch, self._device = packing, shape, batch, device
-        self._source_bytes = packing.source.dtype.itemsize
-        lines_per_row, elements = PACKED[packing.complex_as]
-        self._out_bytes = packing.dtype.itemsize * elements
-        lines = shape.out_rows * lines_per_row
-        parts, side_by_side = packing.parts, packing.side_by_side
-        line_stride = shape.out_cols * (parts if side_by_side else 1)
-        batch_stride = shape.out_cols * parts * lines
-        part_step = shape.out_cols * (1 if side_by_side else lines)
-        first_part = part_step * (parts - 1) if packing.descending else 0
-        #: Strides between lines, matrices and parts of the target, in numbers of the source.
-        self._steps = (line_stride, batch_stride, -part_step if packing.descending else part_step)
-        self._offsets = (
-            batch.offsets[0] * self._source_bytes,
-            (batch.before * batch_stride + first_part) * self._out_bytes,
-            batch.before * shape.rows * EXPONENT_BYTES,
-        )
-        self._lines = lines * batch.count
-        #: Kernel that computes the exponents (zero before) for the next kernel.
-        self.maxima: Launch | None = None
-        self._fast: Launch | None
-        transposed = 0 < abs(shape.row_stride) < abs(shape.col_stride)
-        if transposed and min(shape.rows, shape.cols) >= _TILED:
-            self._by_tiles()
-        else:
-            self._by_lines()
+    Strides are in numbers of the source.
+    """
+    lines = shape.out_rows * PACKED[packing.complex_as][0]
+    batch_stride = shape.out_cols * packing.parts * lines
+    line_stride = shape.out_cols
+    part_step = shape.out_cols
+    if packing.side_by_side:
+        line_stride *= packing.parts
+    else:
+        part_step *= lines
+    first = batch.before * batch_stride
+    if packing.descending:
+        first += part_step * (packing.parts - 1)
+        part_step = -part_step
+    used = [
+        (operand, batch.offsets[0] * shape.source_bytes),
+        (f"packed_{operand}", first * shape.out_bytes),
+        (f"scales_{operand}", batch.before * shape.rows * EXPONENT_BYTES),
+    ]
+    return used, (line_stride, batch_stride, part_step)
 
-    def __call__(self, source: int, target: int, exponents: int, stream: int) -> None:
-        source += self._offsets[0]
-        target += self._offsets[1]
-        exponents += self._offsets[2]
-        if self.maxima is not None:
-            self.maxima(stream, source, exponents)
-        launch = self._fast
-        if launch is None or source & self._source_mask or target & self._target_mask:
-            launch = self._any
-        if self._takes_exponents:
-            launch(stream, source, target, exponents)
-        else:
-            launch(stream, source, target)
 
-    def _launch(self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]) -> Launch:
-        """Return a kernel with ``last`` after the common arguments."""
-        packing, shape, batch = self._packing, self._shape, self._batch
-        definitions: dict[str, str | int] = {
-            "SOURCE": ELEMENT[packing.source.dtype],
-            "TARGET": ELEMENT[packing.dtype],
-            "PAIRS": int(packing.complex_as != "no"),
-            "ROTATED": int(packing.complex_as == "rotated"),
-            "SCALED": int(packing.scaled),
-            "PARTS": packing.parts,
-            "PART_FACTOR": 1 << packing.part_exponent,
-            "SUMMED": int(packing.summed),
-            "TF32": int(packing.as_tf32),
-            f"KERNEL_{name}": 1,
-        }
-        blocks = pick_blocks(wanted, self._device)
-        out = () if name == "pack_maxima" else (shape.out_rows, shape.out_cols, *self._steps)
-        constants = (
-            *(shape.rows, shape.cols, shape.row_stride, shape.col_stride, *out),
-            *(batch.count, *batch.extents, *batch.strides[0], *last),
-        )
-        addresses = 2 + (self._takes_exponents and name != "pack_maxima")
-        return Launch(name, "pack.cu", definitions, self._device, blocks, block, addresses, constants)
+def _launch(
+    packing: Packing,
+    shape: _Shape,
+    batch: LaunchBatch,
+    strides: tuple[int, int, int],
+    device: int,
+    name: str,
+    wanted: int,
+    block: tuple[int, ...],
+    *last: int,
+    varying: str = "3Q",
+    masks: tuple[int, ...] = (),
+) -> Launch:
+    """Return a kernel with ``last`` after the common arguments."""
+    definitions: Macros = {
+        "SOURCE": ELEMENT[packing.source.dtype],
+        "TARGET": ELEMENT[packing.dtype],
+        "PAIRS": int(packing.complex_as != "no"),
+        "ROTATED": int(packing.complex_as == "rotated"),
+        "SCALED": int(packing.scaled),
+        "PARTS": packing.parts,
+        "PART_FACTOR": 1 << packing.part_exponent,
+        "SUMMED": int(packing.summed),
+        "TF32": int(packing.as_tf32),
+        f"KERNEL_{name}": 1,
+    }
+    constants = [shape.rows, shape.cols, shape.row_stride, shape.col_stride]
+    if name != "pack_maxima":
+        constants += [shape.out_rows, shape.out_cols, *strides]
+    constants += [batch.matrices, *batch.extents, *batch.strides[0], *last]
+    return Launch(name, "pack.cu", definitions, device, wanted, block, varying, constants, masks)
 
-    def _by_lines(self) -> None:
-        """Prepare kernels whose adjacent threads process adjacent columns."""
-        shape, batch = self._shape, self._batch
-        vector = max(1, VECTOR_BYTES // min(self._source_bytes, self._out_bytes))
-        strides = [shape.row_stride if shape.rows > 1 else 0, *batch.strides[0]]
-        regular = shape.col_stride == 1 and are_multiples(VECTOR_BYTES, self._source_bytes, strides)
-        if self._lines * self._packing.parts > 1:
-            regular = regular and are_multiples(VECTOR_BYTES, self._out_bytes, [shape.out_cols])
-        self._source_mask = self._target_mask = VECTOR_BYTES - 1
-        self._takes_exponents = self._packing.scaled
-        if self._packing.scaled:
-            groups = -(-shape.out_cols // vector)
-            across = min(THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
-            block = (across, THREADS // across)
-            wanted = -(-batch.count * shape.out_rows // block[1])
-            self._any = self._launch("pack_rows", wanted, block, (0,))
-            self._fast = self._launch("pack_rows", wanted, block, (1,)) if regular else None
-            return
 
-        def wanted_of(elements: int) -> int:
-            groups = batch.count * shape.out_rows * -(-shape.out_cols // elements)
-            return -(-groups // THREADS)
+def _by_lines(
+    packing: Packing, shape: _Shape, batch: LaunchBatch, used: _Used, launch: Callable[..., Launch]
+) -> list[Step]:
+    """Return kernels whose adjacent threads process adjacent columns."""
+    vector = max(1, STEP_BYTES // min(shape.source_bytes, shape.out_bytes))
+    lines = batch.matrices * shape.out_rows
+    strides = batch.strides[0]
+    if shape.rows > 1:
+        strides = (shape.row_stride, *strides)
+    regular = shape.col_stride == 1 and are_multiples(STEP_BYTES, shape.source_bytes, strides)
+    if lines * PACKED[packing.complex_as][0] * packing.parts > 1:
+        regular = regular and are_multiples(STEP_BYTES, shape.out_bytes, [shape.out_cols])
+    aligned = (STEP_BYTES - 1, STEP_BYTES - 1)
+    groups = -(-shape.out_cols // vector)
+    if packing.scaled:
+        across = min(THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
+        block = (across, THREADS // across)
+        wanted = -(-lines // block[1])
+        fast = launch("pack_rows", wanted, block, 1, masks=aligned)
+        slow = launch("pack_rows", wanted, block, 0)
+    else:
+        used = used[:2]
+        threads = (THREADS,)
+        wanted = -(-lines * groups // THREADS)
+        fast = launch("pack_groups", wanted, threads, varying="2Q", masks=aligned)
+        wanted = -(-lines * shape.out_cols // THREADS)
+        slow = launch("pack_elements", wanted, threads, varying="2Q")
+    launches = [slow]
+    if regular:
+        launches.insert(0, fast)
+    return [KernelStep(used, launches)]
 
-        self._any = self._launch("pack_elements", wanted_of(1), (THREADS,), ())
-        self._fast = self._launch("pack_groups", wanted_of(vector), (THREADS,), ()) if regular else None
 
-    def _by_tiles(self) -> None:
-        """Prepare kernels whose adjacent threads read adjacent rows and write adjacent columns."""
-        shape, batch = self._shape, self._batch
-        # Pairs of bytes for elements of 16 bytes, of which a tile of words exceeds the shared memory.
-        source_word = max(2 if self._out_bytes == VECTOR_BYTES else _WORD_BYTES, self._source_bytes)
-        target_word = max(_WORD_BYTES, self._out_bytes)
-        regular = (
-            shape.row_stride == 1
-            and are_multiples(source_word, self._source_bytes, [shape.col_stride, *batch.strides[0]])
-            and are_multiples(target_word, self._out_bytes, [shape.out_cols])
-        )
-        height = _TILE * source_word // self._source_bytes
-        width = _TILE * target_word // self._out_bytes
-        wanted = batch.count * -(-shape.out_rows // height) * -(-shape.out_cols // width)
-        self._source_mask, self._target_mask = source_word - 1, target_word - 1
-        self._takes_exponents = True
-        self._any = self._launch("pack_tiles", wanted, _TILE_BLOCK, (0,))
-        self._fast = self._launch("pack_tiles", wanted, _TILE_BLOCK, (1,)) if regular else None
-        if self._packing.scaled:
-            strips = batch.count * -(-shape.rows // _TILE) * -(-shape.cols // _SPAN)
-            self.maxima = self._launch("pack_maxima", strips, _TILE_BLOCK, (_SPAN,))
+def _by_tiles(
+    packing: Packing, shape: _Shape, batch: LaunchBatch, used: _Used, launch: Callable[..., Launch]
+) -> list[Step]:
+    """Return kernels whose adjacent threads read adjacent rows and write adjacent columns."""
+    # Pairs of bytes for elements of 16 bytes, of which a tile of words exceeds the shared memory.
+    least = 2 if shape.out_bytes == STEP_BYTES else _WORD_BYTES
+    source_word = max(least, shape.source_bytes)
+    target_word = max(_WORD_BYTES, shape.out_bytes)
+    regular = (
+        shape.row_stride == 1
+        and are_multiples(source_word, shape.source_bytes, [shape.col_stride, *batch.strides[0]])
+        and are_multiples(target_word, shape.out_bytes, [shape.out_cols])
+    )
+    tall = -(-shape.out_rows // (_TILE * source_word // shape.source_bytes))
+    wide = -(-shape.out_cols // (_TILE * target_word // shape.out_bytes))
+    wanted = batch.matrices * tall * wide
+    launches = [launch("pack_tiles", wanted, _TILE_BLOCK, 0)]
+    if regular:
+        masks = (source_word - 1, target_word - 1)
+        launches.insert(0, launch("pack_tiles", wanted, _TILE_BLOCK, 1, masks=masks))
+    steps: list[Step] = [KernelStep(used, launches)]
+    if packing.scaled:  # the exponents, cleared before, for the kernel that packs
+        tall = -(-shape.rows // _TILE)
+        wide = -(-shape.cols // _SPAN)
+        maxima = launch("pack_maxima", batch.matrices * tall * wide, _TILE_BLOCK, _SPAN, varying="2Q")
+        steps.insert(0, KernelStep([used[0], used[2]], [maxima]))
+    return steps
+
+
+def _prepare_quantizing(packing: Packing, rule: Rule, device: int, operand: str) -> tuple[Step, ...]:
+    """Return the steps of the quantising packing on ``device``, which must be current."""
+    source = packing.source
+    # Random numbers belong to the distinct matrices of a broadcast batch.
+    shape = (*source.batch_shape, 1, 1)
+    strides = (*source.batch_strides, 1, 1)
+    numbers = packed_strides(shape, strides)[:-2]
+    batches = list(launch_batches(batch_dimensions(source.batch_shape, source.batch_strides, numbers), 2))
+    first = 0  # of the bytes that are cleared: the padding of scales, and the largest magnitudes
+    if _scales(packing) == 1:
+        first = source.rows * prod(source.batch_shape) * EXPONENT_BYTES
+    steps: list[Step] = []
+    if packing.scale_bytes > first:
+        steps.append(Zeros(f"scales_{operand}", first, packing.scale_bytes - first))
+    if packing.peaks:
+        steps += [_quantizing(packing, rule, batch, device, operand, seeks=True) for batch in batches]
+    steps += [_quantizing(packing, rule, batch, device, operand) for batch in batches]
+    return tuple(steps)
+
+
+def _scales(packing: Packing) -> int:
+    return _STORED.get(packing.scale_mode, 1) if packing.scaled else 0
+
+
+def _quantizing_macros(packing: Packing, rule: Rule, seeks: bool, loads: int) -> Macros:
+    elements = rule.number_format or INT8_CODES
+    scaling = rule.scaling
+    high = 1
+    wide = _TILE_LENGTH
+    if scaling == "block":
+        scaling = rule.block_scale
+        high, wide = rule.block
+    return {
+        "SOURCE": ELEMENT[packing.source.dtype],
+        "TARGET": ELEMENT[packing.dtype],
+        "STORED": elements.precision - 1,
+        "LEAST_EXPONENT": f"({elements.emin})",
+        "LARGEST": f"{elements.largest:.1f}f",
+        "SCALING": _SCALINGS[scaling],
+        "SCALES": _scales(packing),
+        "HIGH": high,
+        "WIDE": wide,
+        "ALONE": int(rule.marks_elements),
+        "INTEGER": int(rule.number_format is None),
+        "STOCHASTIC": int(rule.is_stochastic),
+        "HADAMARD": int(rule.hadamard > 0),
+        "SEEKS": int(seeks),
+        "LOADS": loads,
+    }
+
+
+def _quantizing(
+    packing: Packing, rule: Rule, batch: LaunchBatch, device: int, operand: str, *, seeks: bool = False
+) -> Step:
+    """Return the kernel for the matrices of a launch."""
+    source = packing.source
+    out_rows = packing.padded_rows
+    out_cols = packing.leading_dimension
+    if packing.scale_mode == "VEC16_UE4M3":
+        out_cols *= 2  # numbers in an element
+    tiles = batch.matrices * -(-out_rows // TILE_VECTORS) * -(-out_cols // _TILE_LENGTH)
+
+    def launch(loads: int, aligned: int, *masks: int) -> Launch:
+        constants = [
+            _signed(rule.seed),
+            source.rows,
+            source.cols,
+            source.row_stride,
+            source.col_stride,
+            batch.matrices,
+            *batch.extents,
+            *batch.strides[0],
+            aligned,
+            out_rows,
+            out_cols,
+            batch.offsets[1],
+            *batch.strides[1],
+        ]
+        definitions = _quantizing_macros(packing, rule, seeks, loads)
+        return Launch("quantize", "quantize.cu", definitions, device, tiles, _TILE_BLOCK, "5Q", constants, masks)
+
+    mask = STEP_BYTES - 1
+    along_vectors = int(0 < abs(source.row_stride) < abs(source.col_stride))
+    strides = (source.row_stride, *batch.strides[0])
+    launches = [launch(along_vectors, 0)]
+    if are_multiples(STEP_BYTES, packing.dtype.itemsize, [packing.leading_dimension]):
+        launches.insert(0, launch(along_vectors, 1, 0, mask))
+        if source.col_stride == 1 and are_multiples(STEP_BYTES, source.dtype.itemsize, strides):
+            launches.insert(0, launch(_DIRECTLY, 1, mask, mask))
+    peaks = packing.scale_words
+    if not rule.has_tensor_scale:
+        peaks += batch.before * packing.peaks // prod(source.batch_shape)
+    used = [
+        (operand, batch.offsets[0] * source.dtype.itemsize),
+        (f"packed_{operand}", batch.before * packing.matrix_stride * packing.dtype.itemsize),
+        (f"scales_{operand}", batch.before * source.rows * EXPONENT_BYTES),
+        (f"scales_{operand}", peaks * EXPONENT_BYTES),
+        (f"draw_{operand}", 0),
+    ]
+    return KernelStep(used, launches)
+
+
+def _signed(number: int) -> int:
+    """Return the signed number with the same 64 bits."""
+    return number - (number >> 63 << 64)

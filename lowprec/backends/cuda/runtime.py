@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lowprec.arrays.device_memory import LEGACY_STREAM
-from lowprec.backends.cuda.libraries import cached, libraries
+from lowprec.backends.cuda.libraries import cached, libraries, version_text
 from lowprec.errors import BackendError, DeviceError, DeviceMemoryError
 
 _MIB = 1 << 20
@@ -20,33 +20,27 @@ _MIB = 1 << 20
 
 def call(function: str, *arguments: Any) -> Any:
     """Call a function of the runtime or the driver, and return its value or None."""
-    module = libraries().runtime if function.startswith("cuda") else libraries().driver
+    module = libraries().driver
+    if function.startswith("cuda"):
+        module = libraries().runtime
     status, *values = getattr(module, function)(*arguments)
-    if status != 0:
+    if status:
         _fail(function, status)
     return values[0] if values else None
 
 
 def _fail(function: str, status: Any) -> NoReturn:
-    runtime, driver = libraries().runtime, libraries().driver
+    runtime = libraries().runtime
+    driver = libraries().driver
     if function.startswith("cuda"):
         _, text = runtime.cudaGetErrorString(status)
         runtime.cudaGetLastError()  # clear the error, so that other libraries do not report it
     else:
         _, text = driver.cuGetErrorString(status)
-    words = text.decode() if isinstance(text, bytes) else str(text)
-    raise BackendError(f"{function} failed with {status.name}: {words}")
+    raise BackendError(f"{function} failed with {status.name}: {text.decode()}")
 
 
-def _restore(function: str, before: Any) -> None:
-    """Restore a setting of the thread, with a second attempt, because it would affect other libraries."""
-    try:
-        call(function, before)
-    except BackendError:
-        call(function, before)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceProperties:
     """Properties of a GPU; ``clock_khz`` is the peak clock of a multiprocessor, 0 if it is not reported."""
 
@@ -65,13 +59,12 @@ def properties(index: int) -> DeviceProperties:
     if not 0 <= index < count:
         raise DeviceError(f"there is no device cuda:{index}; this process has {count}")
     device = call("cudaGetDeviceProperties", index)
-    name = device.name.decode() if isinstance(device.name, bytes) else str(device.name)
     return DeviceProperties(
         index,
-        name.rstrip("\0"),
-        (int(device.major), int(device.minor)),
-        int(device.totalGlobalMem),
-        int(device.multiProcessorCount),
+        device.name.decode().rstrip("\0"),
+        (device.major, device.minor),
+        device.totalGlobalMem,
+        device.multiProcessorCount,
         attribute("cudaDevAttrClockRate", index),
     )
 
@@ -82,8 +75,7 @@ def attribute(name: str, index: int) -> int:
 
 
 def driver_version() -> str:
-    version = int(call("cudaDriverGetVersion"))
-    return f"{version // 1000}.{version % 1000 // 10}"
+    return version_text(call("cudaDriverGetVersion"))
 
 
 def current_device() -> int:
@@ -109,7 +101,7 @@ def on_device(index: int) -> Iterator[None]:
         call("cuCtxSetCurrent", _primary_context(index))
         yield
     finally:
-        _restore("cuCtxSetCurrent", before)
+        libraries().driver.cuCtxSetCurrent(before)  # an error is one of earlier work
 
 
 @contextlib.contextmanager
@@ -120,7 +112,7 @@ def relaxed_capture() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore("cudaThreadExchangeStreamCaptureMode", mode)
+        libraries().runtime.cudaThreadExchangeStreamCaptureMode(mode)  # an error is one of earlier work
 
 
 def create_pool(device: int, keeps_bytes: int) -> Any:

@@ -1,22 +1,37 @@
-"""Temporary memory for products that cuBLASLt cannot read or write in place, and its packing and epilogue."""
+"""Temporary memory for products that cuBLASLt cannot read or write in place, and its packing and epilogue.
+
+Quantised operands are read as their numbers, widened, or as their codes, with scales in the order of cuBLASLt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from lowprec.arrays import Device, Library, library_of
+from lowprec.arrays.quantized import QuantizedArray, codes_view
 from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.compiling import EXPONENT_BYTES
-from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
-from lowprec.backends.cuda.packing import Packer, prepare_packing
+from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.backends.cuda.steps import Addresses, Step, Zeros, queue_all
 from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
-from lowprec.planning import GemmPlan
+from lowprec.planning import GemmPlan, MatrixStack
 from lowprec.planning.cublaslt.calls import CublasLtCall, Packing
-from lowprec.planning.layout import addend_layout
+from lowprec.planning.layout import GemmLayout, addend_layout
 from lowprec.planning.stored import kept_modes
+from lowprec.util.strides import contiguous_strides
+
+#: Rows and columns of a tile of scales; rows with this distance are adjacent in it.
+_ROWS = 128
+_COLUMNS = 4
+_APART = 32
 
 
 def packed_block(
@@ -43,173 +58,221 @@ def packed_block(
     return block
 
 
-class KeptPacking(NamedTuple):
-    """A packed prepared operand: its memory, which begins with the elements, and the address of exponents or 0."""
-
-    block: memory.Block
-    exponents: int
-
-
-class _Operand(NamedTuple):
-    packing: Packing
-    pack: Packer
-    start: int  # in the block
-    scales: int  # its exponents or scales, in the block
-
-
 class Staging:
-    """The packing of a plan's operands and its epilogue, prepared once for all calls.
+    """The temporary memory of a plan, and the steps before and after its multiplication, prepared once for all calls.
 
-    One block of temporary memory contains the packed operands, their exponents and the product. The device must be
-    current; ``call`` is None if the inner dimension is 0.
+    One block contains scales, the product, and the packed operands, ``b`` last. The device must be current; ``call`` is
+    None if the inner dimension is 0.
     """
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
         layout = plan.layout
         self._kept_modes = kept_modes(plan)
         #: Sizes of the block, with and without ``b``, which is at its end.
-        self.nbytes = self.bytes_without_b = 0
-        #: Starts and sizes of the ranges that are set to zero.
-        self._zeros: list[tuple[int, int]] = []
-        self._operands: list[_Operand | None] = [None, None]
-        #: Starts of the exponents, or of the scales of quantised operands, None without.
-        self._exponents: list[int | None] = [None, None]
-        self._product: int | None = None
+        self.nbytes = 0
+        self.bytes_without_b = 0
+        #: Starts in the block, by field of ``Addresses``.
+        self._starts: dict[str, int] = {}
+        #: Before the multiplication: all but the packing of ``b``, and that.
+        self._before: list[Step] = []
+        self._before_b: tuple[Step, ...] = ()
+        #: After the multiplication.
+        self.after: list[Step] = []
+        self._pack_b = call.pack_b if call else None
         if call is None:
-            nbytes = layout.batch_count * layout.m * layout.n * plan.accumulator.itemsize
-            self._product = self._zero(nbytes)
+            self._add_zeros("product", layout.batch_count * layout.m * layout.n * plan.accumulator.itemsize)
         else:
-            packs = (call.pack_a, call.pack_b)
-            zeros = any(pack is not None and pack.scaled and not pack.rule for pack in packs)
-            scales = [self._allocate(pack.scale_bytes) if pack is not None else 0 for pack in packs]
-            for i, (pack, extent) in enumerate(zip(packs, (layout.m, layout.n), strict=True)):
-                if pack is not None and pack.scaled:
-                    self._exponents[i] = scales[i]
-                elif zeros:
-                    self._exponents[i] = self._zero(EXPONENT_BYTES * layout.batch_count * extent)
-            if call.staged:
-                self._product = self._allocate(call.product_bytes)
-            for i, pack in enumerate(packs):
-                self.bytes_without_b = self.nbytes
-                if pack is not None:
-                    packer = prepare_packing(pack, device)
-                    self._operands[i] = _Operand(pack, packer, self._allocate(pack.nbytes), scales[i])
-        self._write: EpilogueLauncher | None = None
-        #: Recomputes non-finite results of products of parts.
-        self._recompute: Recomputer | None = None
-        if self._product is not None:
+            self._lay_out(call, layout, device)
+        if "product" in self._starts:
             spec = epilogue(plan, call)
-            self._write = prepare_epilogue(spec, device)
             if max(plan.split) > 1:
                 product = (spec.product_dtype, spec.leading_dimension)
-                self._recompute = prepare_recomputing(*product, layout.a, layout.b, device)
+                self.after += prepare_recomputing(*product, layout.a, layout.b, device)
+            self.after += prepare_epilogue(spec, device)
 
-    def _allocate(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` in the block, and return their start."""
-        start = self.nbytes
+    def _lay_out(self, call: CublasLtCall, layout: GemmLayout, device: int) -> None:
+        packs = (call.pack_a, call.pack_b)
+        has_exponents = _has_exponents(call)
+        extents = (layout.m, layout.n)
+        for name, pack, extent in zip("ab", packs, extents, strict=True):
+            if pack is not None and (pack.scaled or not has_exponents):
+                self._add(f"scales_{name}", pack.scale_bytes)
+                if pack.scale_mode:
+                    scales = self._starts[f"scales_{name}"] + EXPONENT_BYTES * pack.factor_words
+                    self._starts[f"lt_scales_{name}"] = scales
+            elif has_exponents:
+                self._add_zeros(f"scales_{name}", EXPONENT_BYTES * layout.batch_count * extent)
+        if call.staged:
+            self._add("product", call.product_bytes)
+        self.bytes_without_b = self.nbytes
+        if call.pack_a is not None:
+            self._add("packed_a", call.pack_a.nbytes)
+            self._before += prepare_packing(call.pack_a, device, "a")
+            self.bytes_without_b = self.nbytes
+        if call.pack_b is not None:
+            self._add("packed_b", call.pack_b.nbytes)
+            self._before_b = prepare_packing(call.pack_b, device, "b")
+
+    def _add(self, name: str, nbytes: int) -> None:
+        """Reserve memory in the block."""
+        self._starts[name] = self.nbytes
         self.nbytes += _aligned(nbytes)
-        return start
 
-    def _zero(self, nbytes: int) -> int:
-        start = self._allocate(nbytes)
-        self._zeros.append((start, nbytes))
-        return start
+    def _add_zeros(self, name: str, nbytes: int) -> None:
+        self._add(name, nbytes)
+        self._before.append(Zeros(name, 0, nbytes))
 
-    def packed_b(self, arguments: Arguments) -> KeptPacking | None:
-        """Return the packed operand of a prepared ``b``; None if each product packs its own."""
-        view, operand, stream = arguments.b, self._operands[1], arguments.stream
-        if not view.is_prepared or operand is None or view.mode not in self._kept_modes:
-            return None
-        exponents = operand.packing.scale_bytes
-        key = (operand.packing, exponents, view.address)
-        if key not in view.packed and runtime.is_capturing(stream):
-            return None
-        start, draw = _aligned(operand.packing.nbytes), _draw(operand, arguments, 1)
-
-        def pack(at: int) -> None:
-            operand.pack(view.address, at, at + start, stream, *draw)
-
-        block = packed_block(view, key, start + exponents, stream, pack, "the packed b")
-        return KeptPacking(block, block.address + start if operand.packing.scaled else 0)
-
-    def fill(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> tuple[int, int, int]:
-        """Queue the packing, and return the addresses of ``a``, ``b`` and the product."""
+    def kept_b(self, arguments: Arguments, addresses: Addresses) -> dict[str, Any]:
+        """Return the addresses of the packed operand of a prepared ``b``, empty if each product packs its own."""
+        view = arguments.b
+        pack = self._pack_b
         stream = arguments.stream
-        for start, nbytes in self._zeros:
-            runtime.call("cudaMemsetAsync", block + start, 0, nbytes, stream)
-        pointers = [arguments.a.address, arguments.b.address]
-        for i, operand in enumerate(self._operands):
-            if i and packed_b is not None:
-                pointers[i] = packed_b.block.address
-            elif operand is not None:
-                target = block + operand.start
-                scales = block + operand.scales
-                operand.pack(pointers[i], target, scales, stream, *_draw(operand, arguments, i))
-                pointers[i] = target
-        product = arguments.out.address if self._product is None else block + self._product
-        return pointers[0], pointers[1], product
+        if not view.is_prepared or pack is None or view.mode not in self._kept_modes:
+            return {}
+        key = (pack, view.address)
+        if key not in view.packed and runtime.is_capturing(stream):
+            return {}
+        start = _aligned(pack.nbytes)
 
-    def with_scales(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> Arguments:
-        """Return arguments with the scales of quantised operands, if cuBLASLt applies them."""
-        operands = [x for x in self._operands if x is not None and x.packing.scale_mode]
-        if not operands:
-            return arguments
-        addresses = [block + x.scales for x in operands]
-        if packed_b is not None:
-            addresses[1] = packed_b.exponents
-        addresses = [at + EXPONENT_BYTES * x.packing.factor_words for at, x in zip(addresses, operands, strict=True)]
-        device = arguments.a.device
-        a, b = (ArrayView(DType.FLOAT32, (1,), (1,), device, None, True, address) for address in addresses)
-        return arguments._replace(scale_a=a, scale_b=b)
+        def fill(at: int) -> None:
+            queue_all(self._before_b, addresses._replace(packed_b=at, scales_b=at + start), stream)
 
-    def apply_epilogue(self, block: int, arguments: Arguments, packed_b: KeptPacking | None) -> None:
-        """Queue the epilogue of a staged product; alpha includes the operands' scales."""
-        if self._write is None or self._product is None:
-            return
-        if self._recompute is not None:
-            a, b = arguments.a.address, arguments.b.address
-            self._recompute(block + self._product, a, b, arguments.stream)
-        rows, cols = (0 if at is None else block + at for at in self._exponents)
-        if packed_b is not None and packed_b.exponents:
-            cols = packed_b.exponents
-        self._write(
-            block + self._product, arguments.out.address,
-            arguments.c.address if arguments.c is not None else 0,
-            arguments.bias.address if arguments.bias is not None else 0,
-            rows, cols, arguments.alpha, arguments.beta, arguments.stream,
-        )  # fmt: skip
+        block = packed_block(view, key, start + pack.scale_bytes, stream, fill, "the packed b")
+        kept = {"packed_b": block.address}
+        if pack.scaled:
+            kept["scales_b"] = block.address + start
+        if pack.scale_mode:
+            kept["lt_scales_b"] = block.address + start + EXPONENT_BYTES * pack.factor_words
+        return kept
 
-
-def _draw(operand: _Operand, arguments: Arguments, number: int) -> tuple[int, ...]:
-    """Return the number of the random numbers of a quantised operand (`Rule.drawn`), nothing for others."""
-    return (2 * arguments.draw + number,) if operand.packing.rule else ()
+    def queue_packing(self, block: int, addresses: Addresses, stream: int, kept_b: dict[str, Any]) -> Addresses:
+        """Queue the steps before the multiplication, and return its addresses."""
+        starts: dict[str, Any] = {name: block + start for name, start in self._starts.items()}
+        addresses = addresses._replace(**starts | kept_b)
+        queue_all(self._before, addresses, stream)
+        if not kept_b:
+            queue_all(self._before_b, addresses, stream)
+        return addresses
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def _has_exponents(call: CublasLtCall) -> bool:
+    packs = (call.pack_a, call.pack_b)
+    return any(pack is not None and pack.scaled and not pack.rule for pack in packs)
+
+
 def _factors(pack: Packing | None) -> int:
-    if pack is None or not (pack.scaled and pack.rule) or (pack.scale_mode and not pack.factor_words):
+    if pack is None or not pack.scaled or not pack.rule:
+        return 0
+    if pack.scale_mode and not pack.factor_words:
         return 0
     return 2 if pack.source.batch_shape else 1
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
-    problem, layout = plan.problem, plan.layout
+    problem = plan.problem
+    layout = plan.layout
     c = None
     if problem.has_beta and problem.c is not None:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
         assert c is not None, "the plan collapsed a batch that c cannot follow"
-    # Sums of int8 codes are int32, and float32 with their scales.
-    product_dtype = call.scale_dtype if call and plan.quantized else plan.accumulator
-    leading = call.d.leading_dimension if call else layout.n
-    if call and product_dtype.is_complex and not call.d.dtype.is_complex:
+    spec = Epilogue(plan.accumulator, layout.n, layout.out, c, problem.bias, problem.activation)
+    if call is None:
+        return spec
+    dtype = plan.accumulator
+    if plan.quantized:  # sums of int8 codes are int32, and float32 with their scales
+        dtype = call.scale_dtype
+    leading = call.d.leading_dimension
+    if dtype.is_complex and not call.d.dtype.is_complex:
         leading //= 2
-    packs = (call.pack_a, call.pack_b) if call else (None, None)
-    return Epilogue(
-        product_dtype, leading, layout.out, c, problem.bias, problem.activation,
-        scaled=any(pack is not None and pack.scaled and not pack.rule for pack in packs),
-        factors=(_factors(packs[0]), _factors(packs[1])),
-        product_rows=call.d.cols if call else layout.m,
-    )  # fmt: skip
+    return replace(
+        spec,
+        product_dtype=dtype,
+        leading_dimension=leading,
+        scaled=_has_exponents(call),
+        factors=(_factors(call.pack_a), _factors(call.pack_b)),
+        product_rows=call.d.cols,
+    )
+
+
+@contextmanager
+def widened(arguments: Arguments) -> Iterator[Arguments]:
+    """Return arguments with the numbers of quantised operands, for a ``with`` block that queues the product.
+
+    Their libraries widen them on their own streams, and reuse the memory in the order of these.
+    """
+    wide = arguments.widened()
+    device = arguments.out.device
+    stream = arguments.stream
+    owners = []
+    for before, after in zip(arguments[:2], wide[:2], strict=True):
+        if after is not before:
+            library, other = _wait(before.quantized.codes, stream, device)
+            if library.keeps_owners or other != stream:
+                owners.append(after.owner)
+    try:
+        yield wide
+    finally:
+        if owners:
+            memory.keep(owners, stream, device)
+
+
+def _wait(array: Any, stream: int, device: Device) -> tuple[Library, int]:
+    """Make a stream wait for the current one of an array's library, and return both."""
+    library = library_of(array)
+    other = library.current_stream(device) or stream
+    memory.order(other, stream, device)
+    return library, other
+
+
+@contextmanager
+def as_codes(arguments: Arguments) -> Iterator[Arguments]:
+    """Return arguments with the scales of two block-scaled operands, whose addresses are those of the codes."""
+    scales = [_tiles(x, arguments.stream) for x in arguments[:2]]
+    yield arguments._replace(scale_a=scales[0], scale_b=scales[1])
+
+
+def are_contiguous(arguments: Arguments) -> bool:
+    """Whether codes and scales of block-scaled operands are row-major without gaps."""
+    views = [x for x in arguments[:2] if x.blocks and x.quantized.scales is not None]
+    return all(x.packed_operand("contiguous", partial(_contiguous, x.quantized)) for x in views)
+
+
+def _contiguous(x: QuantizedArray) -> PackedOperand:
+    parts = map(codes_view, (x.codes, x.scales))
+    return PackedOperand(all(part.strides == contiguous_strides(part.shape) for part in parts), 0)
+
+
+def _tiles(view: ArrayView, stream: int) -> ArrayView:
+    """Return the scales of an operand in tiles of 128 x 4, padded with zeros, arranged at the first product.
+
+    The scale of row ``r`` and block ``c`` of k is byte ``r % 32 * 16 + r // 32 * 4 + c`` of a tile: the cuBLAS
+    documentation, *1D Block Scaling Factors Layout*.
+    """
+    device = view.device
+    scales = codes_view(view.quantized.scales)
+    columns = scales.shape[-1]
+    rows = scales.size // columns
+    tall = -(-rows // _ROWS)
+    wide = -(-columns // _COLUMNS)
+    length = wide * _COLUMNS
+    nbytes = tall * wide * _ROWS * _COLUMNS
+
+    def pack(address: int) -> None:
+        _wait(view.quantized.scales, stream, device)
+        source = MatrixStack.of(DType.INT8, rows, columns, columns, 1)
+        tiles = MatrixStack.of(
+            DType.INT8, _COLUMNS, _COLUMNS, _APART * length, 1, (tall, wide, _APART), (_ROWS * length, _COLUMNS, length)
+        )
+        pad = prepare_packing(Packing(source, DType.INT8, length, tall * _ROWS), device.index)
+        arrange = prepare_packing(Packing(tiles, DType.INT8, _COLUMNS, _COLUMNS), device.index)
+        with memory.temporary(nbytes, device.index, stream) as padded:
+            queue_all(pad, Addresses(a=scales.address, packed_a=padded), stream)
+            queue_all(arrange, Addresses(a=padded, packed_a=address), stream)
+
+    what = "the scales of a quantised operand"
+    block = packed_block(view, "scales in tiles", nbytes, stream, pack, what)
+    return ArrayView(DType.INT8, (nbytes,), (1,), device, block, True, block.address)

@@ -10,6 +10,7 @@ core, and prevents reuse of the event meanwhile.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 #: Pauses between two calls: each is twice as long as the previous one.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
+_FIRST_PAUSE_S = 50e-6
+_LONGEST_PAUSE_S = 5e-3
 
 
 class Waiter:
@@ -34,28 +36,18 @@ class Waiter:
         # A SimpleQueue is re-entrant: a signal handler may interrupt :meth:`wake` and call it.
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._looking = threading.Lock()
-        self._unstarted = [True]  # removed by the caller that starts the thread
+        self._is_started = False
 
     def wake(self) -> None:
         if self._is_stopped:
             return
         if self._wakes.empty():
             self._wakes.put(None)
-        if self._unstarted:
-            self._start()
-
-    def _start(self) -> None:
-        try:
-            self._unstarted.pop()
-            # Without the locks of the threading module, which a signal handler could find held.
-            _thread.start_new_thread(self._run, (self._wakes, self._looking))
-        except IndexError:  # another thread was faster
-            pass
-        except RuntimeError:  # too many threads, or the interpreter is exiting
-            self._unstarted.append(True)
-        except BaseException:  # a second thread is harmless
-            self._unstarted.append(True)
-            raise
+        if not self._is_started:
+            with contextlib.suppress(RuntimeError):  # too many threads, or the interpreter is exiting
+                # Without the locks of the threading module, which a signal handler could find held.
+                _thread.start_new_thread(self._run, (self._wakes, self._looking))
+                self._is_started = True  # a second thread is harmless
 
     def _run(self, wakes: SimpleQueue[None], looking: threading.Lock) -> None:
         while True:

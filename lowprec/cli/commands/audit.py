@@ -1,8 +1,4 @@
-"""Measure in which precision PyTorch, JAX, NumPy and CuPy compute float32.
-
-Products, linear layers, convolutions, attention and solvers are run on each device. The bits of the results show FP32,
-TF32, float16 or bfloat16, next to the switches that are set. Libraries that are not installed are left out.
-"""
+"""The command ``lowprec audit``."""
 
 from __future__ import annotations
 
@@ -12,6 +8,13 @@ from importlib.util import find_spec
 from lowprec.auditing import LIBRARIES, PRECISIONS, SIZES, audit
 from lowprec.cli.options import add_shared, count, listed
 from lowprec.cli.output import note, print_json, print_tables
+
+HELP = """\
+Measure in which precision PyTorch, JAX, NumPy and CuPy compute float32.
+
+Products, linear layers, convolutions, attention and solvers are run on each device. The bits of the results show FP32,
+TF32, float16 or bfloat16, next to the switches that are set. Libraries that are not installed are left out.
+"""
 
 EXAMPLES = """\
 examples:
@@ -36,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     names = options.libraries or [name for name in LIBRARIES if find_spec(name) is not None]
     found = audit(names, options.sizes)
     if options.json:
-        print_json(found.as_dict())
+        print_json(found.to_dict())
     else:
         print_tables(found.tables())
     low = found.below(options.require) if options.require else ()

@@ -1,9 +1,4 @@
-"""Measure cuBLASLt's algorithms for products on the GPU, for this and later processes.
-
-Operands are random arrays of the given shapes, created by PyTorch or else by CuPy. The choice is stored in the cache on
-disk (LOWPREC_CACHE_DIR) for every process with the same model of GPU, driver and cuBLAS. Without a GPU the command
-reports that and exits with 0, so that one script serves all machines.
-"""
+"""The command ``lowprec autotune``."""
 
 from __future__ import annotations
 
@@ -23,10 +18,19 @@ from lowprec.cli.output import CommandError, columns, print_json, print_tables, 
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
-from lowprec.report import info
+from lowprec.inspection import info
 from lowprec.tuning import AutotuneResult
 from lowprec.util.progress import progress
+from lowprec.util.strides import Shape
 from lowprec.util.tables import Table, fill
+
+HELP = """\
+Measure cuBLASLt's algorithms for products on the GPU, for this and later processes.
+
+Operands are random arrays of the given shapes, created by PyTorch or else by CuPy. The choice is stored in the cache on
+disk (LOWPREC_CACHE_DIR) for every process with the same model of GPU, driver and cuBLAS. Without a GPU the command
+reports that and exits with 0, so that one script serves all machines.
+"""
 
 EXAMPLES = """\
 examples:
@@ -34,8 +38,6 @@ examples:
   lowprec autotune --shapes 8192x1024 1024x4096 64x512x512 64x512x512 --mode tf32
   LOWPREC_CACHE_DIR=choices lowprec autotune --shapes 4096x4096 4096x4096 --json
 """
-
-Shape = tuple[int, ...]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

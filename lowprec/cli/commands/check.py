@@ -1,8 +1,4 @@
-"""Compare the math modes on this machine: time, speed-up, error, guaranteed bound.
-
-Without files the operands are random and normal; --all adds positive ones (rounding errors of one sign would add up)
-and ones of widely different exponents. The error is measured against a float64 product of the stored operands.
-"""
+"""The command ``lowprec check``."""
 
 from __future__ import annotations
 
@@ -24,9 +20,16 @@ from lowprec.cli.operands import DISTRIBUTIONS, pairs, read_array
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
 from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text
 from lowprec.formats import DType
-from lowprec.report import info
+from lowprec.inspection import info
 from lowprec.util.progress import progress
 from lowprec.util.tables import fill
+
+HELP = """\
+Compare the math modes on this machine: time, speed-up, error, guaranteed bound.
+
+Without files the operands are random and normal; --all adds positive ones (rounding errors of one sign would add up)
+and ones of widely different exponents. The error is measured against a float64 product of the stored operands.
+"""
 
 EXAMPLES = """\
 examples:
@@ -59,7 +62,7 @@ _STDOUT = "/dev/stdout"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_operands(parser, required=False)
+    add_operands(parser)
     parser.add_argument(
         "--sizes",
         type=listed(extents),
@@ -67,12 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"extents of the random operands (default: {_SIZE})",
     )
     add_shared(parser, "--seed")
-    parser.add_argument(
-        "--modes",
-        type=lambda text: None if text == "all" else listed(mode)(text),
-        metavar="MODE,...",
-        help="modes to compare with fp32 (default: all)",
-    )
+    parser.add_argument("--modes", type=_modes, metavar="MODE,...", help="modes to compare with fp32 (default: all)")
     names = [*DISTRIBUTIONS, "all"]
     parser.add_argument(
         "--distribution",
@@ -98,7 +96,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--csv",
         metavar="FILE",
-        type=lambda text: _STDOUT if text == "-" else text,
+        type=_csv,
         help="write the rows as comma-separated values (- is standard output, the tables go to standard error)",
     )
     parser.add_argument(
@@ -107,6 +105,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="draw error and bound against speed, or with several sizes speed and error against size: .png, .svg, ...",
     )
     add_shared(parser, "--json")
+
+
+def _modes(text: str) -> Any:
+    if text == "all":
+        return None
+    return listed(mode)(text)
+
+
+def _csv(text: str) -> str:
+    if text == "-":
+        return _STDOUT
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -132,11 +142,13 @@ def _run(options: argparse.Namespace) -> int:
     export(options, comparisons)
     where = conditions(before)
     if options.json:
-        seed = None if options.a else options.seed
+        seed = options.seed
+        if options.a:
+            seed = None
         print_json({**where, "seed": seed, "cases": [c.to_dict() for c in comparisons]})
     else:
         _print(comparisons, describe(where), whole=options.all or options.modes is not None)
-    for remark in dict.fromkeys(remark for c in comparisons for remark in c.remarks):
+    for remark in dict.fromkeys(remark for c in comparisons for remark in c.notes):
         note(remark)
     return int(not all(c.within for c in comparisons))
 
@@ -144,10 +156,18 @@ def _run(options: argparse.Namespace) -> int:
 def _print(comparisons: list[Comparison], where: str, *, whole: bool) -> None:
     tables = [c.table_of(c.rows) if whole else c.table for c in comparisons]
     print_tables(tables)
-    shown, count = (sum(len(x.rows) for x in of) for of in (tables, comparisons))
-    hidden = [f"{shown} of {count} modes are shown: of modes with the same error the fastest; --all shows all"]
-    sentences = [f"{c.name}: {c.summary}" if len(comparisons) > 1 else c.summary for c in comparisons]
-    for text in (where, *hidden * (shown < count), *sentences):
+    shown = sum(len(table.rows) for table in tables)
+    count = sum(len(c.rows) for c in comparisons)
+    sentences = [where]
+    if shown < count:
+        sentences.append(
+            f"{shown} of {count} modes are shown: of modes with the same error the fastest; --all shows all"
+        )
+    if len(comparisons) == 1:
+        sentences.append(comparisons[0].summary)
+    else:
+        sentences += [f"{c.name}: {c.summary}" for c in comparisons]
+    for text in sentences:
         print_text(f"\n{fill(text, columns())}")
 
 
@@ -169,7 +189,8 @@ def conditions(load: Load) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    machine, versions = facts["machine"], facts["versions"]
+    machine = facts["machine"]
+    versions = facts["versions"]
     units = ", ".join(facts["units"]) or "FP32 units alone"
     return (
         f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {facts['lowprec']}, "
@@ -193,12 +214,16 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
     sizes = options.sizes or ((_SIZE,),)
     dtype = options.dtype or DType.FLOAT32
-    chosen = "normal" if dtype is DType.INT8 else options.distribution or ("all" if options.all else "normal")
+    is_int8 = dtype is DType.INT8
+    usual = "all" if options.all else "normal"
+    chosen = "normal" if is_int8 else options.distribution or usual
     for size, (number, (name, distribution)) in product(sizes, enumerate(DISTRIBUTIONS.items())):
         if chosen not in ("all", name):
             continue
         # A generator per case: its operands do not depend on which others are checked.
         rng = np.random.default_rng([options.seed, number])
-        words = "all its values" if dtype is DType.INT8 else distribution.words
-        label = name if len(sizes) == 1 else f"{name} {'x'.join(map(str, size))}"
+        words = "all its values" if is_int8 else distribution.words
+        label = name
+        if len(sizes) > 1:
+            label = f"{name} {'x'.join(map(str, size))}"
         yield Case(label, words, pairs(rng, size, dtype, name))

@@ -1,7 +1,4 @@
-"""Show the settings of products: devices, libraries, the current mode, variables, warnings.
-
-Frameworks are not imported; the versions of installed ones are read from their metadata.
-"""
+"""The command ``lowprec info``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,13 @@ import argparse
 
 from lowprec.cli.options import add_shared
 from lowprec.cli.output import print_json, print_tables
-from lowprec.report import info, tables
+from lowprec.inspection import info
+
+HELP = """\
+Show the settings of products: devices, libraries, the current mode, variables, warnings.
+
+Frameworks are not imported; the versions of installed ones are read from their metadata.
+"""
 
 EXAMPLES = """\
 examples:
@@ -30,5 +33,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts)
     else:
-        print_tables(tables(facts, options.all))
+        print_tables(facts.tables(options.all))
     return 0

@@ -1,9 +1,4 @@
-"""Show the plan of a product without running it.
-
-The operands are two .npy files, or shapes and an element type. The command prints the mode and its source, the rounding
-of each operand, the kernel, copies, flops and bytes, advice, and the guaranteed error. --device plans for a GPU,
-present or not, and adds the time at its peak rate and bandwidth.
-"""
+"""The command ``lowprec plan``."""
 
 from __future__ import annotations
 
@@ -16,7 +11,14 @@ from lowprec.cli.output import CommandError, print_json, print_tables
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
-from lowprec.planning.rendering import WIDTH, tables
+
+HELP = """\
+Show the plan of a product without running it.
+
+The operands are two .npy files, or shapes and an element type. The command prints the mode and its source, the rounding
+of each operand, the kernel, copies, flops and bytes, advice, and the guaranteed error. --device plans for a GPU,
+present or not, and adds the time at its peak rate and bandwidth.
+"""
 
 EXAMPLES = """\
 examples:
@@ -28,7 +30,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_operands(parser, required=False)
+    add_operands(parser)
     parser.add_argument(
         "--shapes",
         nargs=2,
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_dict())
     else:
-        print_tables(tables(plan), WIDTH)
+        print_tables(plan.tables(), plan._width)
     return 0
 
 

@@ -8,7 +8,7 @@ from math import prod
 from operator import add
 from typing import Literal, NamedTuple
 
-from lowprec.formats import ComputeType, DType
+from lowprec.formats import BlockFormat, ComputeType, DType
 from lowprec.planning.layout import MatrixStack
 from lowprec.planning.reasons import Reason
 from lowprec.recipes import Rule
@@ -19,6 +19,9 @@ MANTISSA_BITS = 79
 
 #: Most matrices of a call (``kMaxBatchCount`` in XLA; PyTorch issue 46001).
 MOST_MATRICES = 65535
+
+#: Pointers and leading dimensions of kernels that read 16 bytes at a time are multiples of this.
+STEP_BYTES = 16
 
 Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
@@ -66,12 +69,17 @@ class Packing:
     @property
     def peaks(self) -> int:
         """Largest magnitudes, of 4 bytes each, that are sought before the numbers are rounded."""
-        rule, source = self.rule, self.source
+        rule = self.rule
+        source = self.source
         if rule is None:
             return 0
         if rule.has_tensor_scale:
             return 1
-        high, wide = (1, source.cols) if rule.scaling == "vector" else rule.block
+        if rule.scaling == "vector":
+            high = 1
+            wide = source.cols
+        else:
+            high, wide = rule.block
         if rule.scaling != "vector" and high <= TILE_VECTORS:
             return 0
         return prod(source.batch_shape) * -(-source.rows // high) * -(-source.cols // max(wide, 1))
@@ -91,7 +99,8 @@ class Packing:
         """Exponents or scales, in words of 4 bytes, with the padding of their mode."""
         if not self.scaled:
             return 0
-        lines, blocks = self.padded_rows, -(-self.leading_dimension // 128)
+        lines = self.padded_rows
+        blocks = -(-self.leading_dimension // 128)
         if self.scale_mode == "VEC128_32F":
             return lines * blocks
         if self.scale_mode == "BLK128x128_32F":
@@ -124,24 +133,13 @@ class Packing:
     @property
     def part_length(self) -> int:
         each = 1 if self.complex_as == "no" else 2
-        return self.leading_dimension // each if self.side_by_side else self.padded_rows
+        if self.side_by_side:
+            return self.leading_dimension // each
+        return self.padded_rows
 
     @property
     def nbytes(self) -> int:
         return prod(self.source.batch_shape) * self.matrix_stride * self.dtype.itemsize
-
-
-class BlockCodes(NamedTuple):
-    """Codes of a block-scaled operand, as passed to cuBLASLt."""
-
-    format: str  # key of ``formats.BLOCK_FORMATS``
-    bits: int  # of a code
-    cuda_data_type: int
-    scale_mode: str  # name in ``cublasLtMatmulMatrixScale_t``
-
-
-#: Block-scaled formats that cuBLASLt multiplies.
-BLOCK_CODES = {"mxfp8": BlockCodes("mxfp8", 8, 28, "VEC32_UE8M0"), "nvfp4": BlockCodes("nvfp4", 4, 33, "VEC16_UE4M3")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +151,13 @@ class LtMatrix:
     cols: int
     leading_dimension: int
     batch_stride: int
-    codes: BlockCodes | None = None  # of a block-scaled operand, whose values are ``dtype``
+    codes: BlockFormat | None = None  # of a block-scaled operand, whose values are ``dtype``
 
     @property
     def elements(self) -> str:
-        return self.codes.format if self.codes else str(self.dtype)
+        if self.codes:
+            return self.codes.name
+        return str(self.dtype)
 
     @property
     def cuda_data_type(self) -> int:
@@ -197,12 +197,13 @@ class CublasLtCall:
     pack_b: Packing | None
     staged: tuple[Reason, ...]  # reasons to write the product to temporary memory first; empty if D is the result
     rest: CublasLtCall | None = None  # the last matrices of a batch, if their number differs
-    gemm_ex: bool = False  # cuBLAS's ``cublasGemmStridedBatchedEx`` is called instead of cuBLASLt
 
     @property
-    def parts(self) -> tuple[CublasLtCall, ...]:
+    def runs(self) -> tuple[CublasLtCall, ...]:
         """The calls with equal numbers of matrices, and those for the rest."""
-        return (self, self.rest) if self.rest else (self,)
+        if self.rest:
+            return (self, self.rest)
+        return (self,)
 
     @property
     def scale_modes(self) -> tuple[str, str]:
@@ -210,25 +211,35 @@ class CublasLtCall:
         if self.first.codes:
             return self.first.codes.scale_mode, self.first.codes.scale_mode
         a, b = (pack.scale_mode if pack else "" for pack in (self.pack_a, self.pack_b))
-        return (b, a) if self.swapped else (a, b)
+        if self.swapped:
+            return (b, a)
+        return (a, b)
 
     @property
     def product_bytes(self) -> int:
         each = self.d.nbytes(self.d.cols * self.d.leading_dimension)
-        return each * sum(x.batch_count * len(x.offsets) for x in self.parts) if self.staged else 0
+        if self.staged:
+            return each * sum(x.batch_count * len(x.offsets) for x in self.runs)
+        return 0
 
     @property
     def emulation_bytes(self) -> int:
         """Most workspace of fixed-point emulation: cuBLAS documentation, "Fixed-Point Workspace Requirements"."""
         if self.compute_type is not ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT:
             return 0
-        slices, parts = (MANTISSA_BITS + 1) // 8, 2 if self.d.dtype.is_complex else 1
-        m, n = self.d.rows, self.d.cols
+        slices = (MANTISSA_BITS + 1) // 8
+        parts = 2 if self.d.dtype.is_complex else 1
+        m = self.d.rows
+        n = self.d.cols
         k = self.first.cols if self.op_first == "N" else self.first.rows
-        padded_m, padded_n, padded_k = -(-m // 1024) * 1024, -(-n // 1024) * 1024, -(-k // 128) * 128
+        padded_m = -(-m // 1024) * 1024
+        padded_n = -(-n // 1024) * 1024
+        padded_k = -(-k // 128) * 128
         operands = ((padded_m + padded_n) * padded_k * slices + 4 * (padded_m + padded_n)) * parts
         sums = min(4 * padded_m * padded_n * parts**2 * slices, 1 << 32) * -(-k // 8192)
-        complex_sums = 8 * m * n * 4 if parts == 2 else 0
+        complex_sums = 0
+        if parts == 2:
+            complex_sums = 8 * m * n * 4
         exponents = 4 * ((m + n) * -(-k // 64) + m * n) * parts
         most = max(operands + max(sums, complex_sums), exponents)
         return most * self.batch_count * 5 // 4 + (128 << 20)
@@ -258,7 +269,8 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_
     dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
     # cuBLASLt does not document negative batch strides.
     forward = [i for i, (_, strides) in enumerate(dimensions) if min(strides) >= 0]
-    count, strides = 1, (0,) * len(stacks)
+    count = 1
+    strides = (0,) * len(stacks)
     if forward:
         count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
     each = -(-count // -(-count // MOST_MATRICES))  # calls of similar sizes
@@ -269,6 +281,8 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_
     def run(count: int, steps: Sequence[Shape]) -> _Run:
         return _Run(count, tuple(tuple(map(add, start, step)) for start in starts for step in steps))
 
-    runs = (run(each, steps[:-1]), *([run(rest, steps[-1:])] if rest else []))
+    runs: tuple[_Run, ...] = (run(each, steps[:-1]),)
+    if rest:
+        runs = (*runs, run(rest, steps[-1:]))
     assert sum(x.matrices * len(x.offsets) for x in runs) == prod(shape)
     return strides, runs

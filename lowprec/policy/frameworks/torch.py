@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -183,13 +182,13 @@ def _held(leaves: Sequence[str], pairs: Sequence[Pair]) -> dict[Pair, str]:
 
 def _while_set(do: _Functions, held: Mapping[Pair, str], value: str, read: Callable[[], T]) -> T:
     """Call ``read`` while some newer switches have this value, then restore the values ``held``."""
-    first, second = zip(*held, strict=True)
-    back = map(do.put, first, second, held.values())
     try:
-        list(map(do.put, first, second, repeat(value)))
+        for pair in held:
+            do.put(*pair, value)
         return read()
     finally:
-        list(back)  # one call of C, which no signal handler interrupts
+        for pair, before in held.items():
+            do.put(*pair, before)
 
 
 def _own_values(do: _Functions, leaves: list[str]) -> list[str]:

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.errors import UnsupportedError
 from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
 from lowprec.planning import KernelRow, Summation
-from lowprec.planning.tensor_cores import accumulation
+from lowprec.planning.tensor_cores import Accumulation, accumulation
 
 #: Formats that are emulated, by name.
 FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32, FLOAT8_E4M3FN, FLOAT8_E5M2)}
-
-
-class Arithmetic(NamedTuple):
-    """Computation of ``c + a_1 b_1 + ... + a_g b_g`` for one group of ``g`` products.
-
-    1. The products are exact. The exponent of a product is the sum of its factors' exponents; a subnormal factor is not
-       normalised and has the exponent of the smallest normal number.
-    2. The nonzero terms, including c, are aligned to their largest exponent, at least ``least_exponent``, and truncated
-       to ``fraction_bits`` below it.
-    3. The sum of these is exact, and rounded toward zero to float32, subnormal numbers included, of which
-       ``result_bits`` fraction bits remain; it is infinite beyond the largest float32. An exact zero is +0.
-    4. With ``adds_after`` c is not among the terms: it is added to the rounded sum, to nearest.
-
-    A NaN in a product or in c, infinities of both signs, and an infinity times zero give the NaN 0x7fffffff.
-    """
-
-    group: int
-    fraction_bits: int
-    least_exponent: int
-    emin: int  # exponent of the smallest normal number of the factors' format
-    result_bits: int = 23
-    adds_after: bool = False
 
 
 def formats_of(architecture: Architecture) -> tuple[str, ...]:
@@ -43,7 +20,7 @@ def formats_of(architecture: Architecture) -> tuple[str, ...]:
 
 
 @functools.cache
-def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
+def arithmetic(architecture: Architecture, fmt: str) -> Accumulation:
     """Return the arithmetic of an architecture's tensor cores for a format; UnsupportedError if they lack it."""
     model = accumulation(fmt, architecture.capability) if fmt in FORMATS else None
     if model is None:
@@ -51,8 +28,7 @@ def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
             f"the tensor cores of {architecture.label} do not support {fmt}; emulated formats: "
             f"{', '.join(formats_of(architecture))}"
         )
-    bits, after = model.result_bits, model.adds_after
-    return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin, bits, after)
+    return model._replace(emin=FORMATS[fmt].emin)
 
 
 def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:

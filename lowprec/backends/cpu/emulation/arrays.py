@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.formats import FLOAT32
+from lowprec.planning.tensor_cores import Accumulation
 
 #: Exponent of a zero; it, and the sum of two of them, is below all others.
 NOWHERE = -(2**20)
@@ -43,7 +43,7 @@ _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
 _ROWS, _COLUMNS = 16, 512
 
 
-def accumulate(a: Any, b: Any, c: Any, arithmetic: Arithmetic) -> None:
+def accumulate(a: Any, b: Any, c: Any, arithmetic: Accumulation) -> None:
     """Compute ``c += a @ b`` in place, group by group as a tensor core; ``c`` is float32 and contiguous."""
     x, y = Operand.of(a, arithmetic.emin), Operand.of(b, arithmetic.emin)
     m, n = c.shape
@@ -54,7 +54,7 @@ def accumulate(a: Any, b: Any, c: Any, arithmetic: Arithmetic) -> None:
     c.view(np.uint32)[np.isnan(c)] = NAN
 
 
-def _accumulate_block(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic) -> None:
+def _accumulate_block(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Accumulation) -> None:
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):
         inner = slice(first, first + arithmetic.group)
@@ -67,7 +67,7 @@ def _part(x: Operand, rows: slice, columns: slice) -> Operand:
     return Operand(values, exponents, raw, x.is_finite)
 
 
-def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Arithmetic) -> Any:
+def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Accumulation) -> Any:
     finite = np.isfinite(c)
     value = np.where(finite, c, 0)
     exponent = np.maximum(np.frexp(value)[1] - 1, FLOAT32.emin)

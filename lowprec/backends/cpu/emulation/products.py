@@ -10,10 +10,10 @@ import numpy as np
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.emulation import arrays
-from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
+from lowprec.planning.tensor_cores import Accumulation
 
 
-def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
+def multiply(a: Any, b: Any, c: Any | None, model: Accumulation) -> Any:
     """Return ``c + a @ b`` in the arithmetic of a tensor core, as a new float32 array; batches broadcast.
 
     ``a`` (..., m, k) and ``b`` (..., k, n) are float32 numbers of the format of ``model``; ``c`` is None for zero.
@@ -29,12 +29,12 @@ def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
     return out
 
 
-def _accumulate(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
+def _accumulate(a: Any, b: Any, c: Any, model: Accumulation) -> None:
     """Compute ``c += a @ b`` in place; ``c`` is contiguous."""
     functions, status = library.library(), library.UNSUPPORTED
     if functions is not None:
         a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
-        core = library.TensorCore(*model)
+        core = library.TensorCore(*model[1:])
         status = functions.emulate(
             data_pointer(a), data_pointer(b), data_pointer(c), *c.shape, a.shape[-1],
             ctypes.addressof(core), threads.num_threads(),

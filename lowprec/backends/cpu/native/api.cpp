@@ -1,4 +1,4 @@
-// lp_gemm and lp_pack: from the description of a product to the work of a unit.
+// Products of numbers as they are stored: from the description of a product to the work of a unit.
 //
 // Decided here: the unit's functions, the terms (products of parts and of real and imaginary parts), whether the
 // transposed product is computed, how a batch is shared among threads, and the recomputation in FP32 of sums that are
@@ -18,7 +18,16 @@ using namespace lp;
 
 // In the order of lp_unit.
 #if defined(__x86_64__)
-Unit (*const UNITS[LP_UNITS])() = {lp::fp32_avx2, lp::int8_avx2, lp::int8_avxvnni, lp::fp32_avx512, lp::bf16_avx512, lp::int8_avx512, lp::bf16_amx, lp::int8_amx};
+constexpr Unit (*const UNITS[LP_UNITS])() = {
+    is_built(LP_FP32_AVX2) ? lp::fp32_avx2 : nullptr,
+    is_built(LP_INT8_AVX2) ? lp::int8_avx2 : nullptr,
+    is_built(LP_INT8_AVXVNNI) ? lp::int8_avxvnni : nullptr,
+    is_built(LP_FP32_AVX512) ? lp::fp32_avx512 : nullptr,
+    is_built(LP_BF16_AVX512) ? lp::bf16_avx512 : nullptr,
+    is_built(LP_INT8_AVX512) ? lp::int8_avx512 : nullptr,
+    is_built(LP_BF16_AMX) ? lp::bf16_amx : nullptr,
+    is_built(LP_INT8_AMX) ? lp::int8_amx : nullptr,
+};
 #else
 Unit (*const UNITS[LP_UNITS])() = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, lp::fp32_neon, lp::bf16_neon, lp::int8_neon};
 #endif
@@ -26,7 +35,8 @@ Unit (*const UNITS[LP_UNITS])() = {nullptr, nullptr, nullptr, nullptr, nullptr, 
 bool find(int unit, bool pairs, Unit& to) {
     if (unit < 0 || unit >= LP_UNITS || !UNITS[unit] || !(lp_units() >> unit & 1)) return false;
 #if defined(__x86_64__)
-    if (pairs) return to = lp::pair_amx(), true;
+    if constexpr (is_built(LP_BF16_AMX))
+        if (pairs) return to = lp::pair_amx(), true;
 #endif
     return to = UNITS[unit](), true;
 }
@@ -45,7 +55,8 @@ lp::Source source(const lp_matrix& x, int64_t lanes, int64_t steps, bool by_colu
     lp::Source to = {};
     to.lanes = lanes, to.steps = steps, to.type = x.type;
     to.lane = by_column ? x.col : x.row, to.k = by_column ? x.row : x.col;
-    if (is_coded(x.type)) to.k = 1;
+    to.block = x.block;
+    if (is_coded(x.type)) to.k = 1, to.is_stored = x.packed;
     to.lane_offsets = x.row_offsets, to.k_offsets = x.inner_offsets;
     to.format = parts ? s.format : LP_EXACT, to.parts = parts, to.part_exponent = s.part_exponent, to.sums_parts = s.sums_parts;
     return to;
@@ -65,9 +76,10 @@ void make_terms(Work& w, const lp_scheme& s, bool pairs) {
                 if (ca > complex_a || cb > complex_b) continue;
                 lp::Term& term = w.terms[w.term_count++];
                 const int pair_a = s.pair_count ? s.pair_a[i] : 0, pair_b = s.pair_count ? s.pair_b[i] : 0;
-                term.a = (ca * w.a.all_parts() + pair_a) * each + sub % each, term.b = (cb * w.b.all_parts() + pair_b) * each + sub / each;
+                term.a = (int16_t)((ca * w.a.all_parts() + pair_a) * each + sub % each);
+                term.b = (int16_t)((cb * w.b.all_parts() + pair_b) * each + sub / each);
                 term.factor = (s.pair_count ? s.factor[i] : 1) * (ca && cb ? -1.0f : 1.0f);
-                term.plane = plane, term.adds = begun[plane], begun[plane] = true;
+                term.plane = (int8_t)plane, term.adds = begun[plane], begun[plane] = true;
             }
 }
 
@@ -110,10 +122,19 @@ void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int6
         s.next = precedes ? moved(data, x, product + 1) - s.at : 0;
     };
     place_operand(w.is_transposed ? w.b : w.a, p.a, c.a), place_operand(w.is_transposed ? w.a : w.b, p.b, c.b);
-    if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
-    if (is_coded(p.b.type) && c.b_scales) {
-        const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
-        w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block_of(p.b.type), w.b.scale_lane = p.b.scale_col;
+    if (p.b.packed) {
+        const char* const packed = (const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0);
+        if (is_coded(p.b.type)) w.b.at = packed;
+        else w.packed_b = (const uint32_t*)packed;
+    } else if (is_coded(p.b.type)) {
+        const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0, blocks = offset * 8 / bits_of(p.b.type) / p.b.block;
+        if (c.b_scales) w.b.scales = (const uint8_t*)c.b_scales + blocks * (has_float_scales(p.b.type) ? 4 : 1);
+        w.b.scale_lane = p.b.scale_col;
+        w.b.zeros = (const uint8_t*)c.b_zeros + blocks;
+    }
+    if (is_coded(p.a.type) && c.a_scales) {
+        const int64_t offset = p.a.batch_offsets ? p.a.batch_offsets[product] : 0, blocks = offset * 8 / bits_of(p.a.type) / p.a.block;
+        w.a.scales = (const uint8_t*)c.a_scales + blocks * (has_float_scales(p.a.type) ? 4 : 1);
     }
     const float* rows = c.row_scales ? c.row_scales + (p.a.batch_offsets ? product * p.m : 0) : nullptr;
     const float* cols = c.col_scales ? c.col_scales + (p.b.batch_offsets ? product * p.n : 0) : nullptr;
@@ -123,11 +144,12 @@ void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int6
 }
 
 // A product whose sums are kept in memory until they have been checked: non-finite sums of split operands are computed
-// again in FP32 from the operands as they are stored, and those of pairs from the rounded operands.
-int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
+// again in FP32 from the operands as they are stored, and those of pairs from the rounded operands. The epilogue makes them
+// NaN; finite sums that overflow where they are unscaled stay infinite.
+__attribute__((noinline)) int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
     const int64_t each = w.planes, size = w.m * w.n * each;
     lp::Memory sums;
-    float* first = (float*)sums.of(8 * size + 128);
+    float* first = (float*)sums.of(8 * size + 640);
     if (!first) return LP_NO_MEMORY;
     float* second = first + (size + 15) / 16 * 16;
     Work plain = w;
@@ -148,9 +170,8 @@ int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
         make_terms(plain, exact.scheme, false);
         status = fp32.gemm(plain);
         for (int64_t i = 0; i < size; i += each) {
-            const float limit = __builtin_inff();
-            const bool finite = __builtin_fabsf(first[i]) < limit && __builtin_fabsf(first[i + each - 1]) < limit;
-            if (!finite) first[i] = second[i], first[i + each - 1] = second[i + each - 1];
+            const bool is_nan = first[i] != first[i] || first[i + each - 1] != first[i + each - 1];
+            if (is_nan) first[i] = second[i], first[i + each - 1] = second[i + each - 1];
         }
     }
     if (status == LP_OK) unit.epilogue(w, first);
@@ -167,47 +188,63 @@ int32_t one(const lp_product& p, Work& w, const Unit& unit) {
 
 const int64_t SHARED_PRODUCT = 1 << 25;  // multiplications from which all threads share each product of a batch
 
-int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
+__attribute__((noinline)) int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
     lp_call none = {};
     Work w;
     describe(w, p, none);
     return unit.pack(w, nullptr);
 }
 
-}  // namespace
-
-LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
-    const lp::Arithmetic standard;  // the caller's thread may flush subnormal numbers
-    Unit unit;
-    if (!find(p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
-    if (!p->m || !p->n || !p->batches) return LP_OK;
-    const int64_t packed_bytes = p->b.packed && p->batches > 1 ? bytes_of_packed(*p, unit) : 0;
-    Work w;
-    describe(w, *p, *c), orient(w, p->b.packed);
-    if (p->batches == 1) return place(w, *p, *c, 0, 0), one(*p, w, unit);
-    const bool shared = p->m * p->n * p->k >= SHARED_PRODUCT || p->batches < c->threads;
-    const int threads = shared || p->batches * p->m * p->n * p->k < 1 << 19 ? 1 : c->threads;
+// Not inline: its frame has copies of `w`, and the threads that multiply small matrices may have little stack.
+__attribute__((noinline)) int32_t batch(const lp_product& p, const lp_call& c, Work& w, const Unit& unit, int64_t packed_bytes) {
+    const bool shared = p.m * p.n * p.k >= SHARED_PRODUCT || p.batches < c.threads;
+    const int threads = shared || p.batches * p.m * p.n * p.k < 1 << 19 ? 1 : c.threads;
     std::atomic<int> status{LP_OK};
-    w.threads = shared ? c->threads : 1;
+    w.threads = shared ? c.threads : 1;
     auto multiply = [&, w](int64_t i) mutable {
-        place(w, *p, *c, i, packed_bytes);
-        if (const int32_t found = one(*p, w, unit)) status = found;
+        place(w, p, c, i, packed_bytes);
+        if (const int32_t found = one(p, w, unit)) status = found;
     };
-    lp::share(p->batches, threads, multiply);
+    lp::share(p.batches, threads, multiply);
     return status;
 }
 
-LP_API int64_t lp_pack(const lp_product* p, const void* b, const void* b_scales, void* to, int32_t threads) {
-    const lp::Arithmetic standard;
+}  // namespace
+
+int32_t lp::gemm(const lp_product& p, const lp_call& c) {
+    const Arithmetic standard;  // the caller's thread may flush subnormal numbers
     Unit unit;
-    if (!find(p->unit, uses_pairs(*p), unit) || p->k < 1) return -1;
-    const int64_t each = bytes_of_packed(*p, unit), count = p->b.batch_offsets ? p->batches : 1;
+    if (!find(p.unit, uses_pairs(p), unit) || p.m < 0 || p.n < 0 || p.k < 1) return LP_UNSUPPORTED;
+    if (is_coded(p.a.type) && !is_coded(p.b.type)) return LP_UNSUPPORTED;
+    if (!p.m || !p.n || !p.batches) return LP_OK;
+    const int64_t packed_bytes = p.b.packed && p.batches > 1 ? bytes_of_packed(p, unit) : 0;
+    Work w;
+    describe(w, p, c), orient(w, p.b.packed);
+    if (p.batches > 1) return batch(p, c, w, unit, packed_bytes);
+    return place(w, p, c, 0, 0), one(p, w, unit);
+}
+
+int64_t lp::pack(const lp_product& p, const lp_call& call, void* to) {
+    const Arithmetic standard;
+    Unit unit;
+    if (!find(p.unit, uses_pairs(p), unit) || p.k < 1) return -1;
+    const int64_t each = bytes_of_packed(p, unit), count = p.b.batch_offsets ? p.batches : 1;
     for (int64_t i = 0; to && each > 0 && i < count; i++) {
-        lp_call call = {};
-        call.b = b, call.b_scales = b_scales, call.threads = threads;
         Work w;
-        describe(w, *p, call), place(w, *p, call, i, 0);
+        describe(w, p, call), place(w, p, call, i, 0);
         unit.pack(w, (char*)to + i * each);
     }
     return each < 0 ? -1 : each * count;
+}
+
+int32_t lp::apply_epilogue(const lp_product& p, const lp_call& c, const float* sums) {
+    const Arithmetic standard;
+    Unit unit;
+    if (!find(p.unit, false, unit)) return LP_UNSUPPORTED;
+    share(p.batches, c.threads, [&](int64_t i) {
+        Work w;
+        describe(w, p, c), place(w, p, c, i, 0);
+        unit.epilogue(w, sums + i * p.m * p.n);
+    });
+    return LP_OK;
 }

@@ -17,8 +17,13 @@ struct Bf16 : Lanes4 {
 };
 struct Int8 : Lanes4 {
     typedef i32v Acc;
-    static constexpr int ELEMENT = E_I8;
+    static constexpr int ELEMENT = E_I8, OFFSET = 0;
+    static constexpr bool BLOCKS = true;
     INLINE i32v dot(i32v acc, u32v a, u32v b) { return (i32v)vdotq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b); }
+    template <int> INLINE i32v sum16(i32v sum, const u32v* b, const uint32_t* a) {
+        UNROLLED(i, 4) sum = dot(sum, b[i], all(a[i]));
+        return sum;
+    }
 };
 }  // namespace
 namespace lp {

@@ -16,7 +16,7 @@ struct Fp32 : Lanes4 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_neon = {W, emulate_block, unscale_some, largest_magnitude, quantize_part};
+extern const Lanewise lanewise_neon = {W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

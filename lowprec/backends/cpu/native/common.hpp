@@ -31,16 +31,24 @@
 #define TARGET_END _Pragma("GCC pop_options")
 #endif
 
+// The bits of the units of a library: those of one processor, or all.
+#ifndef LP_BUILT
+#define LP_BUILT 0x7ff
+#endif
+
 namespace lp {
+
+constexpr bool is_built(int unit) { return (int64_t)LP_BUILT >> unit & 1; }
 
 constexpr int bits_of(int type) {
     if (type == LP_C64) return 64;
     if (type == LP_F32 || type == LP_I32) return 32;
     if (type == LP_BF16 || type == LP_F16) return 16;
-    return type == LP_MXFP4 || type == LP_NVFP4 ? 4 : 8;
+    return type == LP_MXFP4 || type == LP_NVFP4 || type == LP_CODES_I4 || type == LP_CODES_U4 ? 4 : 8;
 }
-constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
-constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale
+constexpr bool is_coded(int type) { return type >= LP_MXFP8; }
+constexpr bool has_float_scales(int type) { return type >= LP_CODES_E4M3; }
+constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale of 8 bits
 
 // Uninitialised memory, 4096-byte aligned, until the next call of `of` or the end of this object; blocks are kept for later
 // products. A copy has no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond `bytes`.
@@ -90,6 +98,9 @@ struct Arithmetic {
 #endif
     Arithmetic(const Arithmetic&) = delete;
 };
+
+// The size of a core's L2 cache; 1 MiB where it is unknown.
+int64_t l2_bytes();
 
 // Waits until the counter has reached the value, which other threads of the same product will do: polls, then yields.
 void wait_for(const std::atomic<int64_t>& counter, int64_t value);

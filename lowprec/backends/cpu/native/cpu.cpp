@@ -76,18 +76,30 @@ int64_t found_units() {
 }
 #endif
 
-std::atomic<int64_t> units{-1};
+std::atomic<int64_t> units{-1}, usable{-1}, l2{0};
 
-// The build finds the version of a library by these bytes.
+// The build finds the version and the units of a library by these bytes.
 #define LP_TEXT_OF(x) #x
 #define LP_TEXT(x) LP_TEXT_OF(x)
-__attribute__((used)) const char stamp[] = "lowprec " LP_TEXT(LP_VERSION);
+__attribute__((used)) const char stamp[] = "lowprec " LP_TEXT(LP_VERSION) " units " LP_TEXT(LP_BUILT);
 
 }  // namespace
+
+namespace lp {
+int64_t l2_bytes() {
+    int64_t found = l2.load(std::memory_order_relaxed);
+    if (found) return found;
+#if defined(__x86_64__)
+    if (Leaf(0x80000000, 0).a >= 0x80000006) found = (int64_t)(Leaf(0x80000006, 0).c >> 16) << 10;
+#endif
+    return l2 = found ? found : 1 << 20;
+}
+}  // namespace lp
 
 LP_API uint64_t lp_version(void) { return LP_VERSION; }
 LP_API int64_t lp_units(void) {
     int64_t found = units.load();
-    if (found < 0) units = found = found_units();
-    return found;
+    if (found < 0) units = found = found_units() & LP_BUILT;
+    return found & usable.load();
 }
+LP_API void lp_use_units(int64_t bits) { usable = bits; }

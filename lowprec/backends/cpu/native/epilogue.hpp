@@ -69,6 +69,9 @@ INLINE f32v unscaled(f32v x, i32v e) {
     return x * powers(first) * powers(second);
 }
 
+// NaN where a sum is not finite, else its value.
+INLINE f32v marked(f32v value, f32v sum) { return floats(choose((u32v)(bits(sum - sum) != 0), all(0x7fc00000u), bits(value))); }
+
 // Numbers rounded to 16 bits.
 template <int TYPE> INLINE u16v halves(f32v x) {
     if constexpr (TYPE == LP_BF16) return __builtin_convertvector(nearest<16, false>(bits(x)) >> 16, u16v);
@@ -107,7 +110,8 @@ static bool finish_complex(const lp::Work& p, const float* sums, int64_t plane, 
         for (int j = 0; j < WIDTH; j += W) {
             const f32v x = get<f32v>(sums + c * plane + j);
             special |= any(bits(x - x) & (u32v)(get<i32v>(LANE_NUMBERS) + j < count));
-            put(parts[c] + j, e || f ? unscaled(x, (f ? get<i32v>(f + col + j) : i32v{}) + (e ? e[row] : 0)) : x);
+            const f32v y = e || f ? unscaled(x, (f ? get<i32v>(f + col + j) : i32v{}) + (e ? e[row] : 0)) : x;
+            put(parts[c] + j, p.checks ? marked(y, x) : y);
         }
     for (int j = 0; j < count; j++) v[2 * j] = parts[0][j], v[2 * j + 1] = parts[1][j];
     auto multiply = [&](float* x, const float* f) {  // as numpy does: no factor of zero is skipped
@@ -135,6 +139,7 @@ static bool finish_rows(const lp::Work& p, const float* sums, int64_t lds, int64
     const lp::Target out = p.out, c = p.c;  // copies, which stores to the result do not change
     const float alpha = p.alpha[0], beta = p.beta[0], *row_scales = p.row_scales;
     const int activation = p.activation, size = bits_of(out.type) / 8;
+    const bool marks = p.checks;
     const bool whole = count == WIDTH, direct = whole && out.col == 1;
     const bool streams = p.streams && direct && size * WIDTH % 64 == 0 && (const char*)sums != out.at + out.offset(row, col) * size;
     const bool adds = c.at && beta != 0, reads_c = adds && whole && c.col == 1 && c.type == LP_F32, computes = !adds_nothing(p);
@@ -157,8 +162,10 @@ static bool finish_rows(const lp::Work& p, const float* sums, int64_t lds, int64
         const int32_t exponent = e ? e[row + i] : 0;
         f32v x[V];
         UNROLLED(v, V) {
-            x[v] = get<f32v>(sums + v * W), special |= bits(x[v] - x[v]) & exists[v];
-            x[v] = is_far ? unscaled(x[v], exponents[v] + exponent) : x[v] * floats(factors[v] - ((uint32_t)exponent << 23));
+            const f32v sum = get<f32v>(sums + v * W);
+            special |= bits(sum - sum) & exists[v];
+            x[v] = is_far ? unscaled(sum, exponents[v] + exponent) : sum * floats(factors[v] - ((uint32_t)exponent << 23));
+            if (marks) x[v] = marked(x[v], sum);
         }
         if (computes) {
             const float* const more = reads_c ? (const float*)c.at + c.offset(row + i, col) : addend;

@@ -10,8 +10,9 @@ struct Source {
     int64_t lane, k;                          // strides in elements; of codes `lane` is in bytes
     const int64_t *lane_offsets, *k_offsets;  // in elements (of codes in bytes); null: multiples of the strides
     int64_t lanes, steps;                     // extents: rows of a or columns of b; numbers of k
-    const uint8_t* scales;                    // of codes
-    int64_t scale_lane;                       // bytes
+    const uint8_t *scales, *zeros;            // of codes; of stored ones they follow the codes of a strip
+    int64_t scale_lane, block;                // bytes between the scales of lanes; numbers with a common scale
+    bool is_stored;                           // codes in the order of codes.hpp
     float* factors;                           // two per lane, lanes + 64 apart: their product scales the lane; null: none
     int32_t type, format, parts, part_exponent, sums_parts;
     int64_t next;                             // bytes to the operand of the product after this, which is prefetched; 0: none
@@ -33,7 +34,8 @@ struct Target {
 
 // A product of a slot of a and a slot of b; its sums times the factor are added to a plane (0 real, 1 imaginary part).
 struct Term {
-    int32_t a, b, plane;
+    int16_t a, b;
+    int8_t plane;
     bool adds;  // false for the first of its plane
     float factor;
 };
@@ -59,7 +61,7 @@ const int NOT_FINITE = 100;  // a status, if `checks`
 
 // What units of vectors share: any number of rows, and nothing to begin.
 struct Vectors {
-    static constexpr bool IS_TILED = false;
+    static constexpr bool IS_TILED = false, BLOCKS = false;
     static void begin() {}
     static void end() {}
 };
@@ -69,5 +71,11 @@ struct Unit {
     int64_t (*pack)(Work&, void* target);  // -> bytes, which are all that is computed if target is null; -1: unsupported
     void (*epilogue)(const Work&, const float* sums);  // sums: m x n, complex numbers as pairs
 };
+
+// A product, or the packed b, of operands as they are stored: lp_gemm and lp_pack after the rounding to narrow formats.
+int32_t gemm(const lp_product&, const lp_call&);
+int64_t pack(const lp_product&, const lp_call&, void* to);
+// The epilogue of real products alone, on their sums, m x n each; -> lp_status.
+int32_t apply_epilogue(const lp_product&, const lp_call&, const float* sums);
 
 }  // namespace lp

@@ -21,8 +21,11 @@ const int64_t ELEMENTS_TO_SHARE = 1 << 20, PRODUCTS_TO_SHARE = 1 << 18;  // from
 const lp::Lanewise* found() {
     const int64_t units = lp_units();
 #if defined(__x86_64__)
-    if (units >> LP_FP32_AVX512 & 1) return &lp::lanewise_avx512;
-    return units >> LP_FP32_AVX2 & 1 ? &lp::lanewise_avx2 : nullptr;
+    if constexpr (lp::is_built(LP_FP32_AVX512))
+        if (units >> LP_FP32_AVX512 & 1) return &lp::lanewise_avx512;
+    if constexpr (lp::is_built(LP_FP32_AVX2))
+        if (units >> LP_FP32_AVX2 & 1) return &lp::lanewise_avx2;
+    return nullptr;
 #else
     return units >> LP_FP32_NEON & 1 ? &lp::lanewise_neon : nullptr;
 #endif
@@ -35,39 +38,81 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The matrices of a call with the contiguous axis along columns, and the shape of a stripe.
 lp::Quantization describe(const lp_quantizer& q, const void* x, void* to, void* scales) {
-    const bool along_k = q.codes ? q.inner == 1 || q.vector != 1 : q.to_inner == 1, has_blocks = q.scaling != LP_TENSOR && q.scaling != LP_VECTORS;
-    lp::Quantization j = {q, (const char*)x, (char*)to, (char*)scales, 1, along_k, q.vectors, q.k, q.vector, q.inner, q.to_vector, q.scale_vector, q.scale_inner, q.block_vectors, q.block_k, 0};
-    if (!has_blocks) j.block_rows = 1, j.block_columns = 0;
-    if (!along_k) {
-        std::swap(j.rows, j.columns), std::swap(j.row, j.column), std::swap(j.scale_row, j.scale_column), std::swap(j.block_rows, j.block_columns);
+    lp::Quantization j = {};
+    j.q = q;
+    j.x = (const char*)x;
+    j.to = (char*)to;
+    j.scales = (char*)scales;
+    j.scale = 1;
+    j.along_k = q.codes ? q.inner == 1 || q.vector != 1 : q.to_inner == 1;
+    j.rows = q.vectors;
+    j.columns = q.k;
+    j.row = q.vector;
+    j.column = q.inner;
+    j.to_row = q.to_vector;
+    j.scale_row = q.scale_vector;
+    j.scale_column = q.scale_inner;
+    j.block_rows = q.block_vectors;
+    j.block_columns = q.block_k;
+    if (!j.along_k) {
+        std::swap(j.rows, j.columns);
+        std::swap(j.row, j.column);
+        std::swap(j.scale_row, j.scale_column);
+        std::swap(j.block_rows, j.block_columns);
         j.to_row = q.to_inner;
-        if (!has_blocks) j.block_rows = 16, j.block_columns = q.scaling == LP_VECTORS;
     }
-    j.chunk = least(lp::STRIPE_COLUMNS, MOST_STRIPE / j.block_rows);
+    const bool of_vectors = q.scaling == LP_VECTORS, of_all = q.scaling == LP_TENSOR;
+    if (of_all || of_vectors) {
+        j.block_rows = of_vectors && j.along_k ? 1 : 16;
+        if (q.codes && !j.along_k) j.block_rows = 64;  // runs of codes along k are whole cache lines
+        j.block_columns = of_vectors && !j.along_k;
+    }
+    const bool in_order = j.column == 1 && j.row == j.columns && j.to_row == j.columns;
+    if (of_all && in_order && !q.codes && !q.stochastic && !q.hadamard) {  // as one row
+        j.columns *= j.rows;
+        j.rows = j.block_rows = 1;
+    }
+    j.chunk = least(lp::STRIPE_COLUMNS, (of_vectors || of_all ? lp::STRIPE : MOST_STRIPE) / j.block_rows);
     if (j.chunk < j.block_columns) j.chunk = j.block_columns;
-    if (q.scaling == LP_VECTORS && !along_k) j.chunk = 64;
     return j;
 }
 
-// Calls each(part, memory) for the parts of all matrices, of about PART elements, by threads; false without memory.
-template <class Each> bool by_parts(const lp::Quantization& j, bool whole_vectors, int threads, const Each& each) {
-    const bool whole_rows = whole_vectors && j.along_k, whole_columns = whole_vectors && !j.along_k;
-    const int64_t chunks = ceil(PART / j.block_rows, j.chunk), columns = whole_rows ? j.columns : whole_columns ? j.chunk
-                                                                                                                : chunks * j.chunk;
-    const int64_t height = whole_columns ? j.rows : ceil(PART, least(columns, j.columns) * j.block_rows) * j.block_rows;
-    const int64_t down = ceil(j.rows, height), across = ceil(j.columns, columns), count = j.q.batches * down * across;
+// The extents of the parts of a matrix: whole stripes, of about PART elements.
+struct Extents {
+    int64_t rows, columns;
+};
+Extents parts_of(const lp::Quantization& j) {
+    const bool whole_rows = j.q.scaling == LP_VECTORS && j.along_k;
+    const int64_t columns = whole_rows ? j.columns : ceil(PART / j.block_rows, j.chunk) * j.chunk;
+    return {ceil(PART, least(columns, j.columns) * j.block_rows) * j.block_rows, columns};
+}
+// Stripes one below the other, as long as all threads have some.
+Extents tall_parts_of(const lp::Quantization& j, int threads) {
+    return {ceil(j.rows, (threads > 1 ? 4 * threads : 1) * j.block_rows) * j.block_rows, j.chunk};
+}
+
+// Calls each(part, memory) for the parts of all matrices by threads; false without memory.
+template <class Each> bool by_parts(const lp::Quantization& j, Extents each_part, int threads, const Each& each) {
+    const int64_t down = ceil(j.rows, each_part.rows), across = ceil(j.columns, each_part.columns);
     std::atomic<bool> done{true};
     auto part = [&](int64_t i) {
         lp::Memory memory;
-        const int64_t row = i / across % down * height, column = i % across * columns;
-        if (void* at = memory.of(lp::STRIPE_BYTES)) each(lp::Part{i / (across * down), row, least(row + height, j.rows), column, least(column + columns, j.columns)}, at);
-        else done = false;
+        void* const at = memory.of(lp::STRIPE_BYTES);
+        if (!at) {
+            done = false;
+            return;
+        }
+        const int64_t row = i / across % down * each_part.rows, column = i % across * each_part.columns;
+        const int64_t row_end = least(row + each_part.rows, j.rows);
+        each(lp::Part{i / (across * down), row, row_end, column, least(column + each_part.columns, j.columns)}, at);
     };
-    lp::share(count, j.q.batches * j.rows * j.columns < QUANTIZED_TO_SHARE ? 1 : threads, part);
+    lp::share(j.q.batches * down * across, j.q.batches * j.rows * j.columns < QUANTIZED_TO_SHARE ? 1 : threads, part);
     return done;
 }
 
 }  // namespace
+
+const float LARGEST[] = {448, 57344, 6 * 448};  // by `elements`, for one scale of all; of E2M1 with scales of E4M3
 
 LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void* scales, float* scale, int32_t threads) {
     const lp::Lanewise* functions = found();
@@ -77,16 +122,27 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
     bool done = true;
     if (q->scaling == LP_TENSOR || q->scaling == LP_E4M3_SCALES) {
         std::atomic<uint32_t> peak{0};
-        done = by_parts(j, false, threads, [&](const lp::Part& part, void* memory) {
+        done = by_parts(j, parts_of(j), threads, [&](const lp::Part& part, void* memory) {
             const uint32_t found = functions->peak(j, part, memory);
             for (uint32_t before = peak; found > before && !peak.compare_exchange_weak(before, found);) continue;
         });
-        const float largest[] = {448, 57344, 6 * 448}, scaled = __builtin_bit_cast(float, peak.load()) / largest[q->elements];
-        j.scale = !peak ? 1 : scaled < 0x1p-126f ? 0x1p-126f
-                                                 : scaled;
+        if (q->elements < 0 || q->elements >= (int32_t)(sizeof LARGEST / sizeof *LARGEST)) return LP_UNSUPPORTED;
+        const float scaled = __builtin_bit_cast(float, peak.load()) / LARGEST[q->elements];
+        j.scale = scaled < 0x1p-126f ? 0x1p-126f : scaled;
+        if (!peak) j.scale = 1;
     }
     *scale = j.scale;
-    done = done && by_parts(j, q->scaling == LP_VECTORS, threads, [&](const lp::Part& part, void* memory) { functions->quantize(j, part, memory); });
+    lp::Memory peaks;
+    if (q->scaling == LP_VECTORS && !j.along_k) {
+        const int64_t bytes = 4 * q->batches * j.columns;
+        j.peaks = (uint32_t*)peaks.of(bytes);
+        if (!j.peaks) return LP_NO_MEMORY;
+        memset(j.peaks, 0, (size_t)bytes);
+        auto raise = [&](const lp::Part& part, void* memory) { functions->vector_peaks(j, part, memory); };
+        done = by_parts(j, tall_parts_of(j, threads), threads, raise);
+    }
+    auto round = [&](const lp::Part& part, void* memory) { functions->quantize(j, part, memory); };
+    done = done && by_parts(j, parts_of(j), threads, round);
     return done ? LP_OK : LP_NO_MEMORY;
 }
 

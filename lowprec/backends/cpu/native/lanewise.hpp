@@ -23,6 +23,7 @@ struct Quantization {
     bool along_k;  // whether columns are along k
     int64_t rows, columns, row, column, to_row, scale_row, scale_column;  // extents, strides
     int64_t block_rows, block_columns, chunk;  // of a stripe: its rows, columns with a common scale (0: all), all columns
+    uint32_t* peaks;  // bits of the largest magnitudes of vectors across rows
 };
 // Rows and columns of a matrix: whole stripes, or up to its end.
 struct Part {
@@ -36,6 +37,7 @@ struct Lanewise {
     void (*emulate)(const Emulation&, int64_t row, int64_t column);  // a block of the result
     bool (*unscale)(const lp_flat&, int64_t first, int64_t count, double inverse);  // whether any has Inf or NaN
     uint32_t (*peak)(const Quantization&, const Part&, void* memory);  // the bits of the largest finite magnitude
+    void (*vector_peaks)(const Quantization&, const Part&, void* memory);
     void (*quantize)(const Quantization&, const Part&, void* memory);
 };
 

@@ -13,10 +13,13 @@
 #endif
 
 // clang-format off
-// Element types. The last three are codes with a scale per block along k, which only b may have: `data` is uint8,
-// contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns.
+// Element types. From LP_MXFP8 on they are codes with a scale per block along k, which b may have: `data` is uint8,
+// contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns. Blocks of the
+// last four have any length and float32 scales, those of LP_CODES_U4 also the code of zero; FP32 units decode them. If a has
+// codes, too (LP_MXFP4, LP_NVFP4, or LP_CODES_I8, by codes of 8 bits without -128), int8 units multiply both as integers.
 enum lp_type {
-    LP_F32, LP_BF16, LP_F16, LP_E4M3, LP_E5M2, LP_I8, LP_I32, LP_C64, LP_MXFP8, LP_MXFP4, LP_NVFP4, LP_TYPES
+    LP_F32, LP_BF16, LP_F16, LP_E4M3, LP_E5M2, LP_I8, LP_I32, LP_C64, LP_MXFP8, LP_MXFP4, LP_NVFP4,
+    LP_CODES_E4M3, LP_CODES_I8, LP_CODES_I4, LP_CODES_U4, LP_TYPES
 };
 
 // Formats to which each part of an operand is rounded, to nearest even (TF32: ties away from zero).
@@ -43,7 +46,7 @@ typedef struct {
     const int64_t* row_offsets;    // offsets of the rows (of b: of the columns); null: multiples of the stride
     const int64_t* inner_offsets;  // of a and b: offsets along k; null: multiples of the stride
     const int64_t* batch_offsets;  // offsets of the products' matrices; null: the same matrix for all
-    int64_t scale_col;             // of codes: bytes between the scales of columns
+    int64_t scale_col, block;      // of codes: bytes between the scales of columns; numbers with a common scale
     int32_t type;                  // lp_type
     int32_t packed;                // b: the memory was written by lp_pack, matrix after matrix; strides are ignored
 } lp_matrix;
@@ -61,51 +64,9 @@ typedef struct {
     float factor[9];
 } lp_scheme;
 
-typedef struct {
-    int64_t m, n, k, batches;
-    lp_matrix a, b, out, c, bias;  // c.type and bias.type are -1 where there is none; bias has a stride `col`
-    lp_scheme scheme;
-    int32_t unit, activation;      // lp_unit; lp_activation of epilogue.hpp
-} lp_product;
-
-// The addresses and numbers of one call.
-typedef struct {
-    const void *a, *b;
-    const void* b_scales;  // of codes
-    void* out;
-    const void *c, *bias;
-    const float *row_scales, *col_scales;  // factors of the rows and columns of real sums; null: none. One a row of every
-                                           // matrix of a, and a column of every matrix of b, in the order of the batch
-    double alpha[2], beta[2];  // real and imaginary part
-    int32_t threads;
-} lp_call;
-
-LP_API uint64_t lp_version(void);  // hash of the sources
-LP_API int64_t lp_units(void);     // bits of the units that this CPU has
-
-// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else. With scales a
-// sum becomes sum * (row scale * column scale), rounded twice in float32; sums of int8 are first rounded to float32.
-LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
-
-// Packs b for products of this kind, all matrices of its batch, 64-byte aligned; returns the bytes, which are all that
-// is computed if target is null; -1 if unsupported. bytes / number of matrices is the distance between matrices.
-LP_API int64_t lp_pack(const lp_product*, const void* b, const void* b_scales, void* target, int32_t threads);
-
-// Multiplies `count` arrays by inverse, bfloat16 in float32; returns 1 if any has Inf or NaN, -1 without a unit. `from`
-// and `to` are equal or do not overlap; both may be unaligned.
-typedef struct { const void* from; void* to; int64_t size; int32_t type; int32_t pad; } lp_flat;  // type 0 f32, 1 bf16, 100 f64
-LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads);
-
-// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major; numbers of
-// a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. -> lp_status
-// result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the products alone.
-typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core;
-LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
-                          const lp_tensor_core*, int32_t threads);
-
 // Formats of rounded elements, and how their scales are found: one float32 a tensor or a vector along k, or a block's
 // power of two (OCP's rule, or rounded up), E4M3 number (with a float32 of the tensor) or float32 number.
-enum lp_elements { LP_NARROW_E4M3, LP_NARROW_E5M2, LP_NARROW_E2M1, LP_NARROW_I8 };
+enum lp_elements { LP_NARROW_E4M3, LP_NARROW_E5M2, LP_NARROW_E2M1, LP_NARROW_I8, LP_NARROW_I4 };  // I4: codes alone
 enum lp_scaling { LP_TENSOR, LP_VECTORS, LP_FLOOR, LP_RCEIL, LP_E4M3_SCALES, LP_F32_SCALES };
 
 // A batch of matrices of `vectors` vectors along k. Strides are in elements.
@@ -122,9 +83,101 @@ typedef struct {
     int32_t codes;                        // write codes, padded to whole blocks, and the codes of scales, instead of numbers
 } lp_quantizer;
 
+typedef struct {
+    int64_t m, n, k, batches;
+    lp_matrix a, b, out, c, bias;  // c.type and bias.type are -1 where there is none; bias has a stride `col`
+    lp_scheme scheme;
+    int32_t unit, activation;      // lp_unit; lp_activation of epilogue.hpp
+    lp_quantizer rounding[2];      // of a and b, which are described as they are after it; batches is 0: none
+    const int64_t* scale_order[2]; // of float32 scales: the vector of each row of a, or column of b; null: in their order
+    int64_t piece;                 // length of the parts of k that have scales of their own; 0: all of k
+    int32_t last_unit, pad;        // lp_unit of a shorter last piece
+} lp_product;
+
+// The addresses and numbers of one call.
+typedef struct {
+    const void *a, *b;
+    const void *a_scales, *b_scales, *b_zeros;  // of codes; null float32 scales are 1, zeros are bytes
+    void* out;
+    const void *c, *bias;
+    const float *row_scales, *col_scales;  // factors of the rows and columns of real sums; null: none. One a row of every
+                                           // matrix of a, and a column of every matrix of b, in the order of the batch
+    double alpha[2], beta[2];  // real and imaginary part
+    int32_t threads;
+    uint64_t draw;             // of stochastic rounding: operand i has the stream 2 * draw + i
+} lp_call;
+
+LP_API uint64_t lp_version(void);  // hash of the sources
+LP_API int64_t lp_units(void);     // bits of the units that this CPU has, and that may be used
+LP_API void lp_use_units(int64_t);  // bits of the units that may be used, of all functions; at first all
+
+// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else. With scales a
+// sum becomes sum * (row scale * column scale), rounded twice in float32; sums of int8 are first rounded to float32.
+LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
+
+// Packs b, with the scales and zeros and the threads of a call, for products of this kind: all matrices of its batch,
+// 64-byte aligned; codes are reordered only. Returns the bytes, which are all that is computed if target is null; -1 if
+// unsupported, or if there is no memory to round b.
+LP_API int64_t lp_pack(const lp_product*, const lp_call*, void* target);
+
+// Multiplies `count` arrays by inverse, bfloat16 in float32; returns 1 if any has Inf or NaN, -1 without a unit. `from`
+// and `to` are equal or do not overlap; both may be unaligned.
+typedef struct { const void* from; void* to; int64_t size; int32_t type; int32_t pad; } lp_flat;  // type 0 f32, 1 bf16, 100 f64
+LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads);
+
+// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major; numbers of
+// a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. -> lp_status
+// result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the products alone.
+typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core;
+LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
+                          const lp_tensor_core*, int32_t threads);
+
 // Rounds x to narrow numbers: bfloat16 with the scales of their blocks but without float32 scales, or int8, or codes.
 // `scales` has the float32 scales of vectors or blocks, or the codes of blocks (if `codes`); -> lp_status and *scale.
 LP_API int32_t lp_quantize(const lp_quantizer*, const void* x, void* to, void* scales, float* scale, int32_t threads);
+
+// How the BLAS calls of a process are computed (blas.cpp). A mode: its unit is -1 for types on which it does not act.
+typedef struct {
+    char name[24];
+    lp_scheme scheme[2];  // of real and of complex products
+    int32_t unit[2];      // lp_unit
+    int32_t unit_of_few;  // for products of few numbers and of vectors: one that needs no preparation
+    int32_t pad;
+    int32_t quantises;    // whether operands of real products are rounded by these quantizers, without sizes and strides
+    int32_t is_native;    // it acts on float64 and complex128, whose products the BLAS computes
+    int64_t most_k;       // longest k of a product of real operands
+    lp_quantizer rounding[2];
+} lp_blas_mode;
+
+// Rules: the mode of each routine, of the products inside LAPACK and others, by its number in `modes`; -1: none.
+enum { LP_BLAS_RULES = 16, LP_BLAS_MODES = 6 };
+typedef struct {
+    uint64_t version;  // lp_version of the library for which it was made. LOWPREC_BLAS has the bytes of all this
+    int32_t casts;     // whether modes act on float64 and complex128, which are rounded once
+    int32_t threads;
+    int64_t units;  // for lp_use_units, in a program without Python
+    int32_t rules[LP_BLAS_RULES];
+    lp_blas_mode modes[LP_BLAS_MODES];
+} lp_blas;
+
+// Products of one kind. m, n, k: extents, 0 where those of several shapes are summed.
+typedef struct {
+    int64_t calls, multiplications, m, n, k;
+    int32_t routine, reason, mode;  // numbers of a name in lp_blas_name, of a reason of blas.hpp, and in `modes`
+    char letter;                    // of the type: s, d, c or z
+    char caller[91];                // the Python function at the first call, if it is known; "...": others call, too
+} lp_blas_count;
+
+// A scope applies to the thread that enters it and to those that it starts, or to all threads without one.
+LP_API void* lp_blas_create(const lp_blas*);                          // null if there is no memory
+LP_API int32_t lp_blas_enter(void* scope, int32_t all_threads);       // -> lp_status
+LP_API void lp_blas_leave(void* scope);                               // in any thread
+LP_API void lp_blas_free(void* scope);                                // when threads in it are at the end of their calls
+LP_API void* lp_blas_scope(void);                                     // the innermost one of this thread
+LP_API int64_t lp_blas_counts(void* scope, lp_blas_count*);           // moves at most 640; null: of other threads
+LP_API const char* lp_blas_name(int32_t routine);                     // null: there is none of this number
+LP_API void lp_blas_install(int32_t is_on);                           // whether calls of the BLAS reach the scopes
+LP_API int32_t lp_blas_pass(int32_t depth);                           // 1: calls of this thread pass; -> before
 
 LP_API void lp_use_openmp(void* gomp_parallel, void* omp_in_parallel);  // both null: own threads
 LP_API void lp_release_memory(void);                                    // returns unused temporary memory

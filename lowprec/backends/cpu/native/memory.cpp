@@ -76,7 +76,8 @@ uint64_t take(int size_class) {
 void keep(uint64_t word) {
     const int64_t bytes = bytes_of(class_of(word));
     if (bytes > MOST_KEPT) return release(address_of(word), bytes);
-    for (int i = 0; i < SLOTS && kept.load() + bytes > MOST_KEPT; i++) release_word(slots[victim++ % SLOTS].exchange(0));
+    for (int i = 0; i < SLOTS && kept.load() + bytes > MOST_KEPT; i++)
+        release_word(slots[victim++ % SLOTS].exchange(0));
     kept += bytes;
     for (auto& slot : slots) {
         uint64_t none = 0;

@@ -1,73 +1,7 @@
 // Packing: from memory in any type and strides to the order in which the micro-kernel reads, rounded, split, scaled and
 // decoded on the way.
 //
-// A lane is a row of a or a column of b. A dword holds P numbers of k: one float32, two bfloat16 (or int16), four int8.
-// A block is W dwords of k, that is W * P numbers; dword d holds P consecutive integers, or the floats d and W + d of the
-// block, so that packing needs no shuffles but one transposition. A slot is a part of a component of the numbers.
 // a: for each block and slot, LANES rows of W dwords. b: for each block and slot, W rows of LANES dwords.
-
-// What a micro-kernel multiplies. E_PAIR: two bfloat16 slots, whose sum is a TF32 or float16 number. E_U8: a + 128, b.
-const int E_F32 = 0, E_BF16 = 1, E_PAIR = 2, E_I16 = 3, E_I8 = 4, E_U8 = 5;
-constexpr int per_dword(int element) { return element >= E_I8 ? 4 : 1 + (element != E_F32); }
-template <int ELEMENT> constexpr int order(int d, int p) { return ELEMENT >= E_I16 ? d * per_dword(ELEMENT) + p : p * W + d; }
-
-using lp::Source;
-
-// Slots of a number: components times parts, twice as many in pairs; of a number in one part, and at most.
-constexpr int whole_slots(int type, int element) { return (type == LP_C64 ? 2 : 1) * (element == E_PAIR ? 2 : 1); }
-constexpr int most_slots(int type, int element, bool splits) { return whole_slots(type, element) * (splits ? 3 : 1); }
-template <int ELEMENT> static int slots_of(const Source& s) {
-    return whole_slots(s.type, ELEMENT) * s.all_parts();
-}
-
-constexpr bool can_pack(int element, int type, int format) {
-    if (element >= E_I16) return type == LP_I8 && format == LP_EXACT;
-    if (type == LP_I8 || type == LP_I32) return false;
-    bool is_single = type == LP_F32 || type == LP_C64;
-    if (element == E_F32)
-        return is_single || format == LP_EXACT || (type == LP_BF16 && format == LP_TO_F16) || (type == LP_F16 && format == LP_TO_BF16);
-    if (element == E_PAIR) return is_single ? format == LP_TO_TF32 || format == LP_TO_F16 : format == LP_EXACT || (type == LP_BF16 && format == LP_TO_F16);
-    return format == (is_single || type == LP_F16 ? LP_TO_BF16 : LP_EXACT);
-}
-
-// Writes P runs of W floats of one component as dwords of all their slots; returns the parts written.
-template <int FORMAT, int ELEMENT, bool SPLITS> INLINE int emit_parts(f32v* x, const Source& s, u32v* out) {
-    constexpr int P = per_dword(ELEMENT);
-    auto emit = [&](const f32v* r, int slot) __attribute__((always_inline)) {
-        if constexpr (ELEMENT == E_F32) {
-            out[slot] = bits(r[0]);
-        } else if constexpr (ELEMENT == E_PAIR) {  // the truncation and the rest, which have the same sign
-            u32v high[2], low[2];
-            UNROLLED(p, 2) {
-                high[p] = bits(r[p]) & 0xffff0000u;
-                low[p] = choose(is_special(bits(r[p])), u32v{}, bits(r[p] - floats(high[p])));
-                high[p] |= choose(is_special(bits(r[p])) & (u32v)((bits(r[p]) & 0x007fffffu) != 0), all(0x00400000u), u32v{});
-            }
-            out[2 * slot] = high[0] >> 16 | high[1], out[2 * slot + 1] = low[0] >> 16 | (low[1] & 0xffff0000u);
-        } else {
-            out[slot] = bits(r[0]) >> 16 | (bits(r[1]) & 0xffff0000u);
-        }
-    };
-    f32v first[P], r[P];
-    if constexpr (!SPLITS) {
-        UNROLLED(p, P) r[p] = rounded<FORMAT>(x[p]);
-        emit(r, 0);
-        return 1;
-    }
-    const f32v factor = powers(i32v{} + s.part_exponent);
-    for (int part = 0; part < s.parts; part++) {
-        UNROLLED(p, P) r[p] = rounded<FORMAT>(x[p]);
-        emit(r, part);
-        UNROLLED(p, P) {
-            x[p] = (x[p] - r[p]) * factor;
-            first[p] = part ? first[p] : r[p];
-        }
-    }
-    if (!s.sums_parts) return s.parts;
-    UNROLLED(p, P) r[p] = rounded<FORMAT>(first[p] + r[p]);  // two parts
-    emit(r, s.parts);
-    return s.parts + 1;
-}
 
 // W dwords of each slot, from P runs of W numbers each, along k (one after the other) or across. f: the two powers of two
 // that scale them.
@@ -78,9 +12,7 @@ INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const
         if (along_k) return (void)(out[0] = get<u32v>(at[0]) ^ offset);
         out[0] = (widen_u8<u32v>(at[0]) | widen_u8<u32v>(at[1]) << 8 | widen_u8<u32v>(at[2]) << 16 | widen_u8<u32v>(at[3]) << 24) ^ offset;
     } else if constexpr (ELEMENT == E_I16) {
-        typedef int8_t run __attribute__((vector_size(2 * W)));
-        typedef int16_t words __attribute__((vector_size(4 * W)));
-        out[0] = along_k ? (u32v) __builtin_convertvector(get<run>(at[0]), words) : (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
+        out[0] = along_k ? int8_along_k<P>(at[0]) : (widen_i8<u32v>(at[0]) & 0xffffu) | widen_i8<u32v>(at[1]) << 16;
     } else if constexpr (TYPE == LP_BF16 && ELEMENT == E_BF16) {
         out[0] = widen_u16<u32v>(at[0]) | widen_u16<u32v>(at[1]) << 16;
     } else if constexpr (W == 16 && TYPE == LP_E4M3 && ELEMENT == E_BF16) {
@@ -196,83 +128,6 @@ static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& 
     }
 }
 
-// Decodes W columns of codes from `lane` on, W dwords of each at a time.
-template <int TYPE, int ELEMENT> struct Decoder {
-    static constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), PER = 32 / BITS, SCALED = block_of(TYPE), BLOCKS = PER / P;
-    static constexpr int SLOTS = whole_slots(TYPE, ELEMENT);
-    typedef uint16_t words __attribute__((vector_size(4 * W)));
-    const Source& s;
-    int64_t lane, start = 0, end = 0;  // of k: the numbers of `scales`
-    u32v scales[W];                    // dwords of codes, transposed
-    Decoder(const Source& source, int64_t first_lane) : s(source), lane(first_lane) {}
-
-    // Reads W dwords of each column, of which `bytes` bytes exist, and transposes them. Columns after the last are the last.
-    __attribute__((always_inline)) void read(const void* from, int64_t stride, int64_t bytes, const int64_t* offsets, u32v* rows) const {
-        auto column = [&](int i) __attribute__((always_inline)) {
-            const int64_t j = lane + i < s.lanes ? lane + i : s.lanes - 1;
-            return (const char*)from + (offsets ? offsets[j] : j * stride);
-        };
-        if (bytes >= 4 * W)
-            UNROLLED(i, W) {
-                rows[i] = get<u32v>(column(i));
-                __builtin_prefetch(column(i) + 128, 0, 2);
-            }
-        else
-            for (int i = 0; i < W; i++) copy_some(rows + i, column(i), (int)bytes);
-        transpose(rows);
-    }
-
-    // Writes `count` blocks, at most BLOCKS: W dwords of each slot, `width` apart.
-    __attribute__((noinline)) void blocks(int64_t block, int64_t count, uint32_t* to, int64_t width) {
-        const int64_t step = block * W * P, steps = s.steps - step;
-        if (step >= end) {
-            start = step / SCALED * SCALED, end = start + 4 * W * SCALED;
-            read(s.scales + start / SCALED, s.scale_lane, (s.steps - 1) / SCALED + 1 - start / SCALED, nullptr, scales);
-        }
-        u32v rows[W];
-        read(s.at + step / 8 * BITS, s.lane, (steps * BITS + 7) / 8, s.lane_offsets, rows);
-        if (BITS == 4 && steps < W * PER && steps % 2) rows[steps / PER] &= (1u << steps % PER * BITS) - 1;
-        bytes largest = {};  // of codes but for their signs
-        UNROLLED(i, W) {
-            const bytes x = (bytes)rows[i] + (bytes)rows[i];
-            largest = x > largest ? x : largest;
-        }
-        const bool has_nan = BITS == 8 && any((u32v)(largest == 0xfe));
-        for (unsigned b = 0; b < count; b++, to += SLOTS * W * width) {
-            const unsigned first = (unsigned)(step - start + b * W * P) / SCALED;
-            const u32v four = scales[first / 4], code = four >> (first % 4 * 8);
-            if constexpr (W == 16 && ELEMENT == E_BF16) {
-                // Scales by which no number exceeds bfloat16: those below its normal numbers are zero to the unit. Of NVFP4
-                // there are two, for the low and the high words, and that of zero has another exponent.
-                constexpr uint8_t LEAST = TYPE == LP_NVFP4, RANGE = TYPE == LP_NVFP4 ? 0x7d : 246;
-                const bytes distance = (bytes)four - LEAST;
-                if (!has_nan && !any((u32v)(distance > RANGE))) {
-                    const u32v one = (code & 0xff) << 7, two = bf16_of_e4m3((code & 0xffff) | code << 8);
-                    const words scale = (words)(TYPE == LP_NVFP4 ? two : one | one << 16), exponents = (uint16_t)(BITS == 8 ? 0x8380 : 0x7f80) - (scale & 0x7f80);
-                    UNROLLED(i, W / PER) {
-                        const u32v low = rows[b * W * P / PER + i], high = rows[(b * W * P + W) / PER + i];
-                        const words pairs[2] = {(words)((low & 0xffff) | high << 16), (words)(low >> 16 | (high & 0xffff0000u))};
-                        UNROLLED(j, PER) put(to + (i * PER + j) * width, scaled_bf16<BITS == 8>(pairs[j * 2 / PER] >> j % (PER / 2) * BITS, exponents, scale >> 1 & 0x38));
-                    }
-                    continue;
-                }
-            }
-            f32v scale[P], x[P];
-            u32v out[SLOTS];
-            UNROLLED(p, P) scale[p] = block_scales<TYPE>((p && SCALED < W * P ? code >> 8 : code) & 0xffu);
-            UNROLLED(d, W) {
-                UNROLLED(p, P) {
-                    const unsigned k = b * W * P + order<ELEMENT>(d, p);
-                    const u16v code = __builtin_convertvector(rows[k / PER] << (32 - BITS - k % PER * BITS) >> 16, u16v);
-                    x[p] = decoded<BITS, BITS == 8 ? 4 : 2>(code) * scale[p];
-                }
-                emit_parts<LP_EXACT, ELEMENT, false>(x, s, out);
-                for (int p = 0; p < SLOTS; p++) put(to + (p * W + d) * width, out[p]);
-            }
-        }
-    }
-};
-
 // Packs strips of lanes, blocks [first, end) of k; strips are `strip_dwords` apart. Reads memory in long runs.
 template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t end_strip, int64_t first, int64_t end, uint32_t* to, int64_t strip_dwords) {
@@ -380,10 +235,11 @@ template <int TYPE, bool BY_LANE> static void find_largest(const Source& s, int6
     }
 }
 
-// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade,
-// and the factors: of lanes [first, end), at most MOST_LANES, of which `first` is a multiple of W.
-INLINE void find_exponents(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
-    u32v found[MOST_LANES] = {}, square[W];
+// Vectors of the largest magnitudes: one of each lane, or one or two (complex numbers) of W lanes.
+const int MOST_FOUND = 2 * MOST_LANES / W;
+
+static void find_exponents_of(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
+    u32v found[MOST_FOUND] = {}, square[W];
     const bool by_lane = s.lane != 1 || s.lane_offsets || (s.k == 1 && !s.k_offsets), is_complex = s.type == LP_C64;
     auto find = by_lane ? find_largest<LP_F32, true> : find_largest<LP_F32, false>;
     if (s.type == LP_BF16) find = by_lane ? find_largest<LP_BF16, true> : find_largest<LP_BF16, false>;
@@ -405,5 +261,14 @@ INLINE void find_exponents(const Source& s, int64_t first, int64_t end, int32_t*
         const int64_t at = first + lane;  // memory for all lanes is padded
         put(exponents + at, e);
         put(s.factors + at, powers(e >> 1)), put(s.factors + s.lanes + 64 + at, powers(e - (e >> 1)));
+    }
+}
+
+// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade,
+// and the factors: of lanes [first, end), at most MOST_LANES, of which `first` is a multiple of W.
+INLINE void find_exponents(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
+    for (int64_t next; first < end; first = next) {
+        next = s.lane != 1 || s.lane_offsets || s.k == 1 ? first + MOST_FOUND : end;
+        find_exponents_of(s, first, next < end ? next : end, exponents);
     }
 }

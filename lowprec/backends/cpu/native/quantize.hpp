@@ -18,13 +18,14 @@ struct Stripe {
 };
 
 // Elements by lp_elements: stored bits of the significand, exponent of the smallest normal number, largest number.
-// Codes of int8 are subnormal numbers.
+// Codes of integers are subnormal numbers.
 struct Narrow {
     int stored, emin;
     float largest;
     int emax() const { return (int)(__builtin_bit_cast(uint32_t, largest) >> 23) - 127; }
 };
-static constexpr Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}};
+static constexpr Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}, {3, 3, 7}};
+INLINE constexpr bool is_integer(int elements) { return elements >= LP_NARROW_I8; }
 
 // Of numbers that are not negative; of a NaN and a number, the number.
 INLINE f32v smaller(f32v x, f32v y) { return floats((u32v)((i32v)x < (i32v)y ? (i32v)x : (i32v)y)); }
@@ -142,18 +143,19 @@ template <int TYPE> static void read_rows(const lp::Quantization& j, const char*
         float* to = s.x + r * s.width;
         int64_t c = 0;
         for (; j.column == 1 && c + W <= count; c += W) put(to + c, widened<TYPE>(at + c * SIZE));
-        for (; c < s.width; c += W) {
+        for (; c < count; c += W) {
             alignas(64) char some[4 * W] = {};
             for (int64_t i = c; i < count && i < c + W; i++) __builtin_memcpy(some + (i - c) * SIZE, at + i * j.column * SIZE, SIZE);
             put(to + c, widened<TYPE>(some));
         }
+        for (; c < s.width; c += W) put(to + c, u32v{});
     }
 }
 
-// Reads a part, which is one stripe, padded with zeros.
+// Reads a part, which is one stripe, with columns of zeros up to a width; rows of zeros only for codes along k.
 static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s) {
     const int64_t count = p.column_end - p.column, rows = p.row_end - p.row, size = bits_of(j.q.type) / 8, unit = j.block_columns > 64 ? j.block_columns : 64;
-    s.rows = j.block_rows, s.width = (count + unit - 1) / unit * unit;
+    s.rows = j.q.codes && !j.along_k ? j.block_rows : rows, s.width = (count + unit - 1) / unit * unit;
     const char* at = j.x + ((j.q.offsets ? j.q.offsets[p.batch] : 0) + p.row * j.row + p.column * j.column) * size;
     s.in = s.x, s.step = s.width;
     if (j.q.type == LP_F32 && j.column == 1 && rows == s.rows && count == s.width && !j.q.hadamard) {
@@ -168,7 +170,7 @@ static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s)
 }
 
 // Whether a number that is not finite becomes NaN alone, without effect on its scale.
-static bool is_alone(const lp_quantizer& q) { return q.elements != LP_NARROW_I8 && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES); }
+static bool is_alone(const lp_quantizer& q) { return !is_integer(q.elements) && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES); }
 
 // Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all. `merges`: columns may
 // raise those of other columns.
@@ -247,14 +249,30 @@ static void write_scales(const lp::Quantization& j, const lp::Part& p, const Str
         else ((uint8_t*)j.scales)[at + i * j.scale_column] = (uint8_t)s.stored[i];
 }
 
+// Writes W vectors of 4 * W codes each from rows of their codes.
+static void transpose_codes(const uint8_t* from, int64_t step, char* to, int64_t to_step) {
+    u32v rows[W];
+    for (int i = 0; i < W; i++, from += 4 * step) {
+        const u32v low = widen_u8<u32v>(from) | widen_u8<u32v>(from + step) << 8;
+        rows[i] = low | widen_u8<u32v>(from + 2 * step) << 16 | widen_u8<u32v>(from + 3 * step) << 24;
+    }
+    transpose(rows);
+    for (int i = 0; i < W; i++) put(to + i * to_step, rows[i]);
+}
+
 // Writes the codes of a stripe, with their padding, contiguous along k; two codes of four bits in a byte.
 static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
-    const bool is_half = j.q.elements == LP_NARROW_E2M1;
+    const bool is_half = j.q.elements == LP_NARROW_E2M1 || j.q.elements == LP_NARROW_I4;
     const int64_t block = j.q.block_k > 1 ? j.q.block_k : 1, end = (j.q.k + block - 1) / block * block;
     const int64_t k = j.along_k ? p.column : p.row, count = (j.along_k ? s.width : s.rows) < end - k ? (j.along_k ? s.width : s.rows) : end - k;
     const int64_t vector = j.along_k ? p.row : p.column, vectors = j.along_k ? p.row_end - p.row : p.column_end - p.column;
     const int64_t step_v = j.along_k ? s.width : 1, step_k = j.along_k ? 1 : s.width;
-    for (int64_t v = 0; v < vectors; v++) {
+    const int64_t in_squares = step_k > 1 && !is_half && count % (4 * W) == 0 ? vectors / W * W : 0;
+    for (int64_t v = 0; v < in_squares; v += W) {
+        char* const first = j.to + (j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k;
+        for (int64_t i = 0; i < count; i += 4 * W) transpose_codes(s.codes + i * step_k + v, step_k, first + i, j.q.to_vector);
+    }
+    for (int64_t v = in_squares; v < vectors; v++) {
         const uint8_t* from = s.codes + v * step_v;
         char* to = j.to + ((j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k) / (is_half ? 2 : 1);
         if (is_half) {
@@ -276,7 +294,7 @@ enum Scales { POWERS,
 template <int ELEMENTS, int SCALES, bool RANDOM, bool CODES>
 static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, int64_t count, char* to) {
     constexpr Narrow NUMBERS = NARROW[ELEMENTS];
-    constexpr bool IS_I8 = ELEMENTS == LP_NARROW_I8, ALONE = SCALES == F32_SCALES && !IS_I8;
+    constexpr bool IS_INTEGER = is_integer(ELEMENTS), ALONE = SCALES == F32_SCALES && !IS_INTEGER;
     const bool each = j.block_columns == 1;
     const int64_t end = CODES ? s.width : count;
     const int shift = j.block_columns ? __builtin_ctzll((uint64_t)j.block_columns) : 63;
@@ -290,20 +308,23 @@ static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, 
         const u32v keep = each ? get<u32v>(s.keeps + c) : all(s.keeps[i]);
         const u32v x = get<u32v>(from + c), sign = x & 0x80000000u & keep;
         const f32v magnitude = floats(x & 0x7fffffffu), q = SCALES == POWERS ? magnitude * factor : magnitude / factor;
-        if constexpr (IS_I8 && !RANDOM) return put_u8(target, bits(floats(bits(q) | sign) + 0x1.8p23f) & keep);
+        const auto put_integer = [&](u32v v) __attribute__((always_inline)) {
+            put_u8(CODES ? (char*)codes + c : target, v & keep & (ELEMENTS == LP_NARROW_I4 ? 15u : ~0u));
+        };
+        if constexpr (IS_INTEGER && !RANDOM) return put_integer(bits(floats(bits(q) | sign) + 0x1.8p23f));
         const f32v r = RANDOM ? to_random(q, NUMBERS, get<u32v>(random + c)) : to_nearest(q, NUMBERS);
-        if constexpr (CODES) {
+        if constexpr (IS_INTEGER) {
+            put_integer((u32v) __builtin_convertvector(floats(bits(r) | sign), i32v));
+        } else if constexpr (CODES) {
             const u32v code = (code_of(r, NUMBERS) & keep) | sign >> (ELEMENTS == LP_NARROW_E2M1 ? 28 : 24);
             put_u8(codes + c, ALONE ? choose(is_special(x), sign >> 24 | 0x7f, code) : code);
-        } else if constexpr (IS_I8) {
-            put_u8(target, (u32v) __builtin_convertvector(floats(bits(r) | sign), i32v) & keep);
         } else {
             u32v v = SCALES == F32_SCALES ? choose(is_special(x), all(0x7fc00000u), bits(r)) : bits(r * multiplier);
             if (SCALES == POWERS) v += 0x7fffu + ((v >> 16) & 1);  // products with 2^-127
             put(target, __builtin_convertvector((v | sign) >> 16, u16v));
         }
     };
-    constexpr int SIZE = IS_I8 ? 1 : 2;
+    constexpr int SIZE = IS_INTEGER ? 1 : 2;
     const int64_t to_row = j.to_row * SIZE;
     for (int64_t r = 0; r < rows; r++, from += s.step, random += s.width, codes += s.width, to += to_row) {
         int64_t c = 0;
@@ -316,11 +337,17 @@ static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, 
 }
 
 typedef void (*RoundRows)(const lp::Quantization&, const Stripe, int64_t rows, int64_t count, char* to);
+// By codes, randomness, elements and scales.
+template <int I> constexpr RoundRows rounding_of() {
+    constexpr int ELEMENTS = I / 4 % 5;
+    return round_rows < ELEMENTS, is_integer(ELEMENTS) ? F32_SCALES : I / 20, I / 2 % 2 != 0, I % 2 != 0 > ;
+}
 template <int... I> static RoundRows rounding(const lp_quantizer& q, std::integer_sequence<int, I...>) {
-    static const RoundRows of[] = {round_rows < I / 4 % 4, I / 4 % 4 == LP_NARROW_I8 ? F32_SCALES : I / 16, I / 2 % 2, I % 2 && I / 4 % 4 != LP_NARROW_I8 > ...};
-    const int scales = q.scaling == LP_FLOOR || q.scaling == LP_RCEIL ? POWERS : q.scaling == LP_E4M3_SCALES ? E4M3_SCALES
-                                                                                                             : F32_SCALES;
-    return of[scales * 16 + q.elements * 4 + (q.stochastic ? 2 : 0) + (q.codes ? 1 : 0)];
+    static const RoundRows of[] = {rounding_of<I>()...};
+    int scales = F32_SCALES;
+    if (q.scaling == LP_FLOOR || q.scaling == LP_RCEIL) scales = POWERS;
+    if (q.scaling == LP_E4M3_SCALES) scales = E4M3_SCALES;
+    return of[scales * 20 + q.elements * 4 + (q.stochastic ? 2 : 0) + (q.codes ? 1 : 0)];
 }
 
 // Calls each(part) for the stripes of a part.
@@ -333,8 +360,7 @@ template <class Each> INLINE void by_stripes(const lp::Quantization& j, const lp
 static uint32_t largest_peak(const Stripe s, int columns) {
     i32v peaks = {};
     for (int c = 0; c < columns; c += W) peaks = larger(peaks, get<i32v>(s.peaks + c));
-    for (int i = 1; i < W; i++) peaks[0] = peaks[i] > peaks[0] ? peaks[i] : peaks[0];
-    return (uint32_t)peaks[0];
+    return (uint32_t)over_lanes(peaks, larger, std::make_integer_sequence<int, W>())[0];
 }
 
 static uint32_t largest_magnitude(const lp::Quantization& j, const lp::Part& p, void* memory) {
@@ -344,31 +370,53 @@ static uint32_t largest_magnitude(const lp::Quantization& j, const lp::Part& p, 
     return largest_peak(s, lp::STRIPE_COLUMNS);
 }
 
-// Of scales of vectors, a part has all of their numbers.
+// Raises the peaks of vectors across rows by those of a part, which has the columns of one stripe.
+static void raise_vector_peaks(const lp::Quantization& j, const lp::Part& p, void* memory) {
+    Stripe s(memory);
+    __builtin_memset(s.peaks, 0, 4 * lp::STRIPE_COLUMNS);
+    by_stripes(j, p, [&](const lp::Part& stripe) {
+        read_stripe(j, stripe, s);
+        is_alone(j.q) ? raise_peaks<true>(s, false) : raise_peaks<false>(s, false);
+    });
+    for (int64_t c = p.column; c < p.column_end; c++) {
+        uint32_t* const to = j.peaks + p.batch * j.columns + c;
+        const uint32_t found = s.peaks[c - p.column];
+        uint32_t before = __atomic_load_n(to, __ATOMIC_RELAXED);
+        while (found > before)
+            if (__atomic_compare_exchange_n(to, &before, found, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+    }
+}
+
+// Of scales of vectors along k, a part has all of their numbers.
 static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* memory) {
     Stripe s(memory);
     if (j.q.scaling == LP_VECTORS && j.along_k && p.row_end - p.row > 1) {
         for (int64_t r = p.row; r < p.row_end; r++) quantize_part(j, {p.batch, r, r + 1, p.column, p.column_end}, memory);
         return;
     }
-    const bool of_vectors = j.q.scaling == LP_VECTORS, of_blocks = !of_vectors && j.q.scaling != LP_TENSOR;
-    const int64_t none = j.q.scaling == LP_TENSOR, groups = j.block_columns;
-    const RoundRows round = rounding(j.q, std::make_integer_sequence<int, 48>());
+    const bool of_vectors = j.q.scaling == LP_VECTORS, of_all = j.q.scaling == LP_TENSOR;
+    const bool of_rows = of_vectors && j.along_k, is_read = of_rows && p.column_end - p.column <= j.chunk;
+    const int64_t groups = j.block_columns;
+    const RoundRows round = rounding(j.q, std::make_integer_sequence<int, 60>());
     __builtin_memset(s.peaks, 0, 4 * 64);
-    if (of_vectors) {
-        by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), is_alone(j.q) ? raise_peaks<true>(s, j.along_k) : raise_peaks<false>(s, j.along_k); });
-        if (j.along_k) s.peaks[0] = largest_peak(s, 64);
+    if (of_rows) {
+        by_stripes(j, p, [&](const lp::Part& stripe) {
+            read_stripe(j, stripe, s);
+            is_alone(j.q) ? raise_peaks<true>(s, true) : raise_peaks<false>(s, true);
+        });
+        s.peaks[0] = largest_peak(s, 64);
     }
-    if (of_vectors || none) {
-        const int64_t count = j.along_k || none ? 1 : p.column_end - p.column;
-        make_scales(j, s, count);
-        if (of_vectors) write_scales(j, p, s, count);
-    }
+    if (of_rows || of_all) make_scales(j, s, 1);
+    if (of_rows) write_scales(j, p, s, 1);
     by_stripes(j, p, [&](const lp::Part& stripe) {
-        read_stripe(j, stripe, s);
+        if (!is_read) read_stripe(j, stripe, s);
         const int64_t columns = stripe.column_end - stripe.column;
-        if (of_blocks) {
-            const bool at_once = s.rows == 1 && !is_alone(j.q);
+        if (of_vectors && !of_rows) {
+            __builtin_memcpy(s.peaks, j.peaks + p.batch * j.columns + stripe.column, 4 * (size_t)columns);
+            make_scales(j, s, columns);
+            if (!stripe.row) write_scales(j, stripe, s, columns);
+        } else if (!of_vectors && !of_all) {
+            const bool at_once = groups > 1 && s.rows == 1 && !is_alone(j.q);
             if (!at_once) {
                 __builtin_memset(s.peaks, 0, 4 * (size_t)s.width);
                 is_alone(j.q) ? raise_peaks<true>(s, false) : raise_peaks<false>(s, false);
@@ -380,7 +428,7 @@ static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* me
         }
         if (j.q.stochastic) draw(j, stripe, s);
         const int64_t rows = j.q.codes ? s.rows : stripe.row_end - stripe.row, start = j.q.to_offsets ? j.q.to_offsets[p.batch] : 0;
-        const int size = j.q.elements == LP_NARROW_I8 ? 1 : 2;
+        const int size = is_integer(j.q.elements) ? 1 : 2;
         round(j, s, rows, columns, j.to + (start + stripe.row * j.to_row + stripe.column) * size);
         if (j.q.codes) write_codes(j, stripe, s);
     });

@@ -1,9 +1,9 @@
 // Threads that share a product: own workers, or the threads of PyTorch's OpenMP runtime.
 //
-// A worker polls its mailbox for AWAKE microseconds, then sleeps on a condition variable. The caller puts an offer, which
-// is on its stack, into the mailboxes of idle workers, works, and withdraws the offer from workers that have not begun: it
-// never waits for a sleeping thread. A worker claims an offer by compare-and-swap before it reads it. Without workers (no
-// threads left, a forked child before its first product) the caller works alone.
+// A worker polls its mailbox for AWAKE microseconds, then sleeps on a condition variable. The caller puts an offer,
+// which is on its stack, into the mailboxes of idle workers, works, and withdraws the offer from workers that have not
+// begun: it never waits for a sleeping thread. A worker claims an offer by compare-and-swap before it reads it. Without
+// workers (no threads left, a forked child before its first product) the caller works alone.
 #include "common.hpp"
 #if defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
@@ -208,7 +208,7 @@ void run(void (*work)(void*, int), void* argument, int threads) {
 
 LP_API void lp_use_openmp(void* parallel, void* in_parallel) {
     gomp_parallel = nullptr;
-    omp_in_parallel = (int (*)(void))in_parallel;
+    if (in_parallel) omp_in_parallel = (int (*)(void))in_parallel;  // a product that runs may still call the last one
     gomp_parallel = (void (*)(void (*)(void*), void*, unsigned, unsigned))parallel;
 }
 LP_API void lp_run(void (*work)(void*, int), void* argument, int threads) { lp::run(work, argument, threads); }

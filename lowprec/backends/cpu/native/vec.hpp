@@ -15,14 +15,17 @@ typedef int8_t i8v __attribute__((vector_size(W)));
 template <class V> static inline V bf16_of_e4m3(V codes);                                             // if W is 16
 template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, V significands);  // if W is 16
 template <class V> static inline void narrow_u8(void* to, V x);                                       // if W is 16
+template <class F, class V> static inline F e2m1(V codes);                                            // if W is 8 or 16
 
 using lp::bits_of;
 using lp::block_of;
+using lp::has_float_scales;
 using lp::is_coded;
 
 template <int I> using Int = std::integral_constant<int, I>;
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
 // Loops over constants.
 #define UNROLLED(i, end) _Pragma("GCC unroll 64") for (int i = 0; i < (end); i++)
 #define UNROLLED_BY(i, end, step) _Pragma("GCC unroll 64") for (int i = 0; i < (end); i += step)
@@ -57,10 +60,14 @@ template <class V, class F, int... I> INLINE V over_lanes(V x, F join, std::inte
 INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u); }  // Inf or NaN
 
 // GCC 12 converts 8 to 32 bits one element at a time unless it goes by 16 bits, and halves of vectors: where it matters
-// there is widen_u8 or widen_u16, W unsigned numbers as 32 bits.
+// there is widen_u8, widen_i8 or widen_u16, W unsigned numbers as 32 bits.
 INLINE u16v wide_u8(const void* at) { return __builtin_convertvector(get<u8v>(at), u16v); }
-INLINE u32v widen_i8(const void* at) {
-    return (u32v) __builtin_convertvector(__builtin_convertvector(get<i8v>(at), i16v), i32v);
+// W dwords of int8 numbers along k: four each, or two as int16.
+template <int P> INLINE u32v int8_along_k(const char* at) {
+    if constexpr (P == 4) return get<u32v>(at);
+    typedef int8_t run __attribute__((vector_size(2 * W)));
+    typedef int16_t words __attribute__((vector_size(4 * W)));
+    return (u32v) __builtin_convertvector(get<run>(at), words);
 }
 
 // Rounds to nearest, dropping low bits. The carry may reach the exponent, which is right.
@@ -77,22 +84,24 @@ template <int FORMAT> INLINE f32v rounded(f32v x) {
     return x;
 }
 
-// The numbers of W codes with a sign, an exponent of EXPONENT bits and a significand, in the high bits of words: float16
-// with another bias.
-template <int BITS, int EXPONENT> INLINE f32v decoded(u16v codes) {
-    constexpr int UNUSED = 5 - EXPONENT;
-    const u16v halves = (u16v)((i16v)codes >> UNUSED) & (uint16_t)(0x8000 | (0x7fff >> UNUSED & 0xffff << (16 - BITS - UNUSED)));
-    f32v x = load_f16_as<f32v>(&halves) * (float)(1 << (16 - (1 << (EXPONENT - 1))));
-    if (EXPONENT != 4) return x;
-    return floats(bits(x) | ((u32v)((bits(x) & 0x7fffffffu) == 0x43f00000u) & 0x7fc00000u));  // 480: NaN of E4M3
+// The E2M1 numbers of codes in the low bits of dwords, whose other bits are arbitrary.
+INLINE f32v e2m1_of(u32v codes) {
+    if constexpr (W > 4) return e2m1<f32v>(codes);
+    const u16v halves = __builtin_convertvector((codes & 8u) << 12 | (codes & 7u) << 9, u16v);  // float16 with another bias
+    return load_f16_as<f32v>(&halves) * 0x1p14f;
 }
 
 // W stored numbers as float32.
 template <int TYPE> INLINE f32v widened(const void* at) {
     if constexpr (TYPE == LP_BF16) return floats(widen_u16<u32v>(at) << 16);
     else if constexpr (TYPE == LP_F16) return load_f16_as<f32v>(at);
-    else if constexpr (TYPE == LP_E5M2 || TYPE == LP_E4M3) return decoded<8, TYPE == LP_E5M2 ? 5 : 4>(wide_u8(at) << 8);
-    else return get<f32v>(at);
+    else if constexpr (TYPE == LP_E5M2) {
+        const u16v halves = wide_u8(at) << 8;
+        return load_f16_as<f32v>(&halves);
+    } else if constexpr (TYPE == LP_E4M3) {
+        const f32v x = small_e4m3<f32v>(at) * 0x1p8f;
+        return floats(bits(x) | ((u32v)((bits(x) & 0x7fffffffu) == 0x43f00000u) & 0x7fc00000u));  // 480: NaN of E4M3
+    } else return get<f32v>(at);
 }
 
 // Dwords as numbers, or their low halves, or the high ones.

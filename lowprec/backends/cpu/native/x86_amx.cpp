@@ -53,7 +53,7 @@ static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, in
 // clang-format on
 struct Tiles {
     static constexpr int ROWS = 32, COLUMNS = 2, FEW = 0;
-    static constexpr bool IS_TILED = true;
+    static constexpr bool IS_TILED = true, BLOCKS = false;
     static void begin() {
         alignas(64) unsigned char config[64] = {1};  // palette 1: eight tiles of 16 rows of 64 bytes
         for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = 16;

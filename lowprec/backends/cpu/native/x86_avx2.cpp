@@ -19,11 +19,12 @@ struct Fp32 : Lanes8 {
 struct Int8 : Lanes8 {
     typedef i32v Acc;
     static constexpr int ELEMENT = E_I16;
+    static constexpr bool BLOCKS = true;
     INLINE i32v dot(i32v acc, u32v a, u32v b) { return acc + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx2 = {W, emulate_block, unscale_some, largest_magnitude, quantize_part};
+extern const Lanewise lanewise_avx2 = {W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }
 }  // namespace lp

@@ -6,9 +6,15 @@ template <class V> static inline V blocks_at(const char* at, int64_t step) {
     return (V)_mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu2_m128i((const __m128i*)(at + 3 * step), (const __m128i*)(at + 2 * step)), 1);
 }
 template <class V> static inline V widen_u8(const void* at) { return (V)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
+template <class V> static inline V widen_i8(const void* at) { return (V)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline V widen_u16(const void* at) { return (V)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 template <class V> static inline void narrow_u8(void* to, V x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x)); }
+// E4M3 numbers times 2^-8; 480 is NaN. E4M3 is float16 with another bias and 4 bits of its exponent.
+template <class V> static inline V small_e4m3(const void* at) {
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)), 7);
+    return (V)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));
+}
 template <class H, class V> static inline H narrowed_f16(V x) { return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
 template <class V> static inline V round_f16(V x) { return (V)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm512_stream_ps((float*)to, (__m512)x); }
@@ -62,6 +68,15 @@ template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, 
     }
     return (V)_mm512_ternarylogic_epi32(_mm512_subs_epu16(y, (__m512i)scales), high, sign, 0xf8);  // y | high & sign
 }
+
+// The E2M1 numbers of codes in the low bits of dwords, whose other bits are arbitrary.
+alignas(64) static const float E2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+template <class F, class V> static inline __attribute__((always_inline)) F e2m1(V codes) {
+    return (F)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(E2M1));
+}
+// The bytes of 16 bytes of a table, by indices below 16 in the same 16 bytes; x * y + z, rounded once.
+template <class V> static inline V shuffled(V table, V at) { return (V)_mm512_shuffle_epi8((__m512i)table, (__m512i)at); }
+template <class V> static inline V fused(V x, V y, V z) { return (V)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
 
 struct Lanes16 : lp::Vectors {
     static constexpr int ROWS = 14, COLUMNS = 2, FEW = 8;

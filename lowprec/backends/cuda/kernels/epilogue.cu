@@ -99,17 +99,18 @@ extern "C" __global__ void epilogue(
 #if SCALED
     const ByRow* of_rows, const ByRow* of_cols,
 #endif
+    double alpha_re, double alpha_im, double beta_re, double beta_im,
     long long rows, long long cols, long long product_row_stride, long long product_batch_stride,
     long long out_row_stride, long long out_col_stride, long long count, long long extent1, long long extent2,
-    long long out_stride0, long long out_stride1, long long out_stride2,
+    long long out_stride0, long long out_stride1, long long out_stride2
 #ifdef ADDEND
-    long long c_row_stride, long long c_col_stride, long long c_stride0, long long c_stride1, long long c_stride2,
-    long long c_aligned,
+    , long long c_row_stride, long long c_col_stride, long long c_stride0, long long c_stride1, long long c_stride2,
+    long long c_aligned
 #endif
 #ifdef BIAS
-    long long bias_stride,
+    , long long bias_stride
 #endif
-    double alpha_re, double alpha_im, double beta_re, double beta_im)
+    )
 {
     Number alpha = factor(alpha_re, alpha_im, Number());
 #ifdef ADDEND

@@ -1,11 +1,4 @@
-"""Run a script or module, unchanged, under a mode or under the guard.
-
---mode sets lowprec's default mode and the switches of PyTorch, JAX, TensorFlow, CuPy and Paddle, each when the program
-has imported the library; later settings by the program take precedence. With --guard, lowprec and these libraries
-compute in full FP32. With --intercept, lowprec computes the products of PyTorch, JAX and NumPy (float64 ones too, which
-are rounded to the mode's type and back), and with --profile lowprec's products are recorded; either shows a table at
-the end, on standard error. Processes that the program starts inherit these settings.
-"""
+"""The command ``lowprec run``."""
 
 # The interpreter replaces this process, so `__main__`, arguments, exit code and signals of the program are as without
 # lowprec. Only the environment differs, with a start-up hook in `PYTHONPATH` (`startup/sitecustomize.py`) that all
@@ -17,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -27,8 +21,22 @@ from typing import Any
 
 from lowprec.cli.options import mode
 from lowprec.cli.output import CommandError, flush, note
-from lowprec.modes import Mode, mode_names
+from lowprec.core import blas
+from lowprec.errors import UnsupportedError
+from lowprec.modes import MathMode, Mode, mode_names
 from lowprec.policy import environment
+
+HELP = """\
+Run a script or module, unchanged, under a mode or under the guard.
+
+--mode sets lowprec's default mode and the switches of PyTorch, JAX, TensorFlow, CuPy and Paddle, each when the program
+has imported the library; later settings by the program take precedence. With --guard, lowprec and these libraries
+compute in full FP32. With --intercept, lowprec computes the products of PyTorch, JAX and NumPy (float64 ones too, which
+are rounded to the mode's type and back), and with --profile lowprec's products are recorded; either shows a table at
+the end, on standard error. Processes that the program starts inherit these settings.
+
+A command after -- need not be Python: on Linux, --intercept takes its calls of the BLAS.
+"""
 
 EXAMPLES = """\
 examples:
@@ -38,6 +46,7 @@ examples:
   lowprec run --mode tf32 --intercept --layers "lm_head=fp32,*.mlp.*=bf16" train.py
   lowprec run --profile train.py
   lowprec run --mode bf16 --force -m package.module argument
+  lowprec run --mode bf16 --intercept -- octave solve.m
 
 Options of lowprec come first; all words after the script or the module are the program's own.
 """
@@ -56,7 +65,7 @@ _REPLACES = os.name != "nt"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     how = "[--mode MODE [--force] [--intercept [--layers LAYERS]] | --guard] [--profile]"
-    parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE) ..."
+    parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE | -- COMMAND) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
     chosen.add_argument("--guard", action="store_true", help="full FP32: a floor for lowprec, and set in the libraries")
@@ -86,18 +95,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "program",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
-        help="script to run (- is standard input), a folder or archive with a __main__.py, and its arguments",
+        help="script to run (- is standard input), a folder or archive with a __main__.py, or after -- any command; "
+        "and its arguments",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    mode, guard = options.mode, options.guard
+    mode = options.mode
+    guard = options.guard
     if mode is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
     for name, needed in (("force", "mode"), ("intercept", "mode"), ("layers", "intercept")):
         if getattr(options, name) and not getattr(options, needed):
             raise CommandError(f"run: --{name} goes with --{needed}")
-    command = python_command(_program(options))
+    foreign = _command(options)
+    command = foreign or python_command(_program(options))
     force = options.force
     if mode is not None:
         mode, force = _in_force(mode, force)
@@ -105,7 +117,10 @@ def run(options: argparse.Namespace) -> int:
     hooks: dict[str, Any] = {"profile": options.profile}
     if options.intercept:
         hooks["intercept"] = json.dumps(options.layers or {})
-        hooks["folder"] = tempfile.mkdtemp(prefix="lowprec-run-") if _REPLACES else ""
+        if foreign:
+            hooks["preloaded"] = _preloaded(mode or MathMode.FP32)
+        elif _REPLACES:
+            hooks["folder"] = tempfile.mkdtemp(prefix="lowprec-run-")
     variables = environment.child_environment(STARTUP, mode, guard=guard, force=force, **hooks)
     return start(command, variables)
 
@@ -134,9 +149,29 @@ def _toml(path: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
 
 
+def _command(options: argparse.Namespace) -> list[str]:
+    """Return the words after ``--`` if they are a command that is no Python file; else none."""
+    first, *words = options.program or [""]
+    if first != "--" or not words or options.module:
+        return []
+    path = shutil.which(words[0])
+    if path is None or path.endswith((".py", ".pyz", ".pyw")):
+        return []
+    return words
+
+
+def _preloaded(mode: Mode) -> tuple[str, str] | None:
+    try:
+        return blas.preloaded(mode)
+    except UnsupportedError as error:
+        note(f"lowprec run --intercept: {error}")
+        return None
+
+
 def _program(options: argparse.Namespace) -> list[str]:
-    words = ["-m", *options.module] if options.module else []
-    words += options.program
+    words = list(options.program)
+    if options.module:
+        words = ["-m", *options.module, *words]
     if words[:1] == ["--"]:
         del words[0]
     if words[:1] == ["-m"] and words[1:]:
@@ -150,9 +185,13 @@ def _program(options: argparse.Namespace) -> list[str]:
         if stat.S_ISREG(os.stat(script).st_mode):  # a pipe is not opened: that would consume its data
             Path(script).open("rb").close()
     except OSError as error:
-        raise CommandError(f"cannot read {script or repr(script)}: {error.strerror or error}") from None
-    # "--", since Python would parse the name as an option.
-    return ["--", *words] if script.startswith("-") else words
+        reason = error.strerror or str(error)
+        if shutil.which(script):
+            reason += "; put -- before a command that is no Python file"
+        raise CommandError(f"cannot read {script or repr(script)}: {reason}") from None
+    if script.startswith("-"):  # Python would parse the name as an option
+        return ["--", *words]
+    return words
 
 
 def _in_force(asked: Mode, force: bool) -> tuple[Mode | None, bool]:
@@ -184,8 +223,10 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
             options.append(f"-{flags}")
         if letter in _PROGRAM:
             break
-        if letter:
-            options += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
+        if value:
+            options.append(f"-{letter}{value}")
+        elif letter:
+            options += [f"-{letter}", next(rest, "")]
     return options
 
 
@@ -210,7 +251,7 @@ def start(command: Sequence[str], variables: Mapping[str, str]) -> int:
     flush()
     try:
         if _REPLACES:
-            os.execve(command[0], list(command), variables)
+            os.execvpe(command[0], list(command), variables)
         return wait_for(command, variables)
     except OSError as error:
         raise CommandError(f"run: cannot start {command[0]}: {error.strerror or error}") from None

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 #: The modules to wait for; the libraries' names are the same.
 _LIBRARIES = frozenset(["torch", "jax", "tensorflow", "cupy", "paddle"])
-#: Libraries whose products are intercepted, and the module with ``intercept``.
-_INTERCEPTED = {"torch": "lowprec.torch.interception", "jax": "lowprec.jax.interception", "numpy": "lowprec.numpy"}
+#: Libraries whose products are intercepted.
+_INTERCEPTED = frozenset(["torch", "jax", "numpy"])
 _GUARD = "fp32_guard"
 _LOWPREC = "lowprec"
 
@@ -32,7 +32,7 @@ class _Watcher:
         self.reaches = False  # whether a library's switches or products have been set
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
         if intercepts:
-            self.names |= set(_INTERCEPTED)
+            self.names |= _INTERCEPTED
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in self.names:
@@ -92,23 +92,24 @@ class _Watcher:
 
     def intercept(self, name: str) -> None:
         """Compute a library's products with lowprec until the process ends."""
-        import importlib
         import json
 
-        module = importlib.import_module(_INTERCEPTED[name])
-        mode = "fp32" if self.order == _GUARD else self.order
-        layers = json.loads(self.intercepts) if name == "torch" else {}
-        options = {"cast": True} if name == "numpy" else {}
+        from lowprec.interception import of_library
+
+        mode = modes = "fp32" if self.order == _GUARD else self.order  # type: Any
+        layers = json.loads(self.intercepts)
+        if layers:
+            modes = dict(layers, **{"*": mode})
+        seen = of_library(name, modes, mode, cast=True)
         is_first = os.environ.get("LOWPREC_RUN_PROGRAM") == str(os.getpid())
         folder = os.environ.get("LOWPREC_RUN_FOLDER")
-        seen = module.intercept(dict(layers, **{"*": mode}) if layers else mode, **options)
         seen.apply_to_process(folder and os.path.join(folder, name), is_first, self.show)
 
     def show(self, report: "Any") -> None:
         """Show a report; NumPy's only if it has products, because most programs import NumPy."""
         self.reaches |= bool(report.products)
         if report.products or "numpy" not in report.title:
-            self.on_path(lambda: _print(report.table(_columns())))
+            self.on_path(lambda: _print(report.text(_columns())))
 
     def start_profile(self) -> None:
         """Record lowprec's products until the process ends."""
@@ -123,7 +124,7 @@ class _Watcher:
         for text in process.changes() if process else ():
             _print("lowprec run --guard: " + text)
         if self.profile is not None:
-            _print(self.profile.table(width=_columns()))
+            _print(self.profile.text(_columns()))
         if program != str(os.getpid()):
             return
         products = getattr(sys.modules.get("lowprec.core.executors"), "_executors", None)
@@ -173,7 +174,11 @@ class _Loader:
 def _columns() -> int:
     import shutil
 
-    return shutil.get_terminal_size((120, 24)).columns
+    try:
+        width = os.get_terminal_size(2).columns  # of standard error
+    except OSError:
+        width = 0
+    return shutil.get_terminal_size((width or 120, 24)).columns
 
 
 def _print(text: str) -> None:

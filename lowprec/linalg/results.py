@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from lowprec import plotting
 from lowprec.modes import Mode
+from lowprec.report import Report
 from lowprec.util.plain import StrEnum
-from lowprec.util.tables import Table, html, plain_text
+from lowprec.util.tables import Table
 
 
 class Reason(StrEnum):
@@ -25,7 +28,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SolveReport:
+class SolveReport(Report):
     """Report of :func:`solve`; ``print`` shows a table.
 
     For a stack, steps, backward error and condition are the largest ones.
@@ -48,21 +51,19 @@ class SolveReport:
     condition: float | None  # estimate of |a| |a^-1| in the Frobenius norm, of the scaled matrix
     seconds: tuple[tuple[str, float], ...]  # by phase
 
-    @property
-    def _table(self) -> Table:
+    def tables(self) -> list[Table]:
         rows = {
             "method": f"{self.method} ({self.reason})",
-            "factor": "-" if self.factor_mode is None else f"updates in {self.factor_mode}",
+            "factor": f"updates in {self.factor_mode}" if self.factor_mode else "-",
             "systems": f"{self.systems}, of which {self.fallbacks} solved directly after all",
             "steps": f"{self.steps} classical, {self.gmres_steps} of GMRES",
             "backward error": f"{self.backward_error:.2g}",
             "condition": "-" if self.condition is None else f"about {self.condition:.1g}",
             "ms": ", ".join(f"{phase} {1e3 * seconds:.3g}" for phase, seconds in self.seconds),
         }
-        return Table("solve", ("", ""), list(rows.items()))
+        return [Table("solve", ("", ""), list(rows.items()))]
 
-    def __str__(self) -> str:
-        return plain_text(self._table)
-
-    def _repr_html_(self) -> str:
-        return html(self._table)
+    def figure(self) -> Any:
+        phases = dict(self.seconds)
+        milliseconds = [1e3 * seconds for seconds in phases.values()]
+        return plotting.bar_figure("solve", list(phases), {self.method: milliseconds}, "ms")

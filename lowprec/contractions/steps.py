@@ -7,20 +7,27 @@ import importlib
 import string
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lowprec.arrays.namespaces import dtype_label, namespace_of
-from lowprec.errors import ShapeError, UnsupportedError, quoted
+from lowprec.core.arguments import parse_out_dtype
+from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
+from lowprec.formats import OPERAND_DTYPES, dtype_from_name, operand_names, promote
+from lowprec.util.strides import Shape, Shapes
+
+_Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class _Side(NamedTuple):
-    diagonals: tuple[tuple[int, int], ...]
+    """The arrangement of an operand's axes for a product."""
+
+    diagonals: _Pairs
     order: tuple[int, ...]
     rows: int  # elements left when the last axes are summed
     terms: int | None  # elements of each sum; None without a sum
-    shape: tuple[int, ...]
+    shape: Shape
 
     def arranged(self, x: Any, multiply: Any, dtype: str) -> Any:
         """Return the operand with its axes arranged, and summed in this element type over those that go."""
@@ -30,16 +37,17 @@ class _Side(NamedTuple):
         if self.terms is None:
             return xp.arranged(x, self.order, self.shape)
         matrix = xp.arranged(x, self.order, (self.rows, self.terms))
-        return xp.reshaped(multiply(matrix, xp.ones(self.terms, like=x), dtype), self.shape)
+        sums = multiply(matrix, xp.ones(self.terms, like=x), dtype)
+        return xp.reshaped(sums, self.shape)
 
 
-class Step(NamedTuple):
+class EinsumStep(NamedTuple):
     """One product: its operands by number, in order of appearance, and their arrangement."""
 
     takes: tuple[int, ...]
     sides: tuple[_Side, ...]  # of two operands, or of one that is only summed and arranged
     elementwise: bool  # no axis is summed, and both operands have every axis
-    shape: tuple[int, ...]
+    shape: Shape
     order: tuple[int, ...]
 
     @property
@@ -55,7 +63,10 @@ class Step(NamedTuple):
         ]
         for y in others:
             alike = type(x) is type(y) and dtype_label(x.dtype) == dtype_label(y.dtype) == dtype
-            x = x * y if self.elementwise and alike else multiply(x, y, dtype)
+            if self.elementwise and alike:
+                x = x * y
+            else:
+                x = multiply(x, y, dtype)
         xp = namespace_of(x)
         return xp.permuted(xp.reshaped(x, self.shape), self.order)
 
@@ -63,19 +74,20 @@ class Step(NamedTuple):
 class _Term(NamedTuple):
     number: int
     names: tuple[str, ...]
-    lengths: tuple[int, ...]
+    lengths: Shape
 
 
 @functools.lru_cache(maxsize=1024)
-def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> tuple[Step, ...]:
+def einsum_steps(subscripts: str, shapes: Shapes, order: Any) -> tuple[EinsumStep, ...]:
     """Return the steps for operands of these shapes, in an efficient order. Cached."""
     terms, output, path = _parse(subscripts, shapes, order)
-    steps: list[Step] = []
+    steps: list[EinsumStep] = []
     count = len(terms)
     for contraction in path:
         picked = [terms.pop(i) for i in sorted(contraction, reverse=True)][::-1]
         while picked:
-            pair, picked = picked[:2], picked[2:]
+            pair = picked[:2]
+            picked = picked[2:]
             others = [*terms, *picked]
             wanted = set(output).union(*(term.names for term in others))
             names = dict.fromkeys(name for term in pair for name in term.names if name in wanted)
@@ -89,28 +101,29 @@ def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> 
     return tuple(steps)
 
 
-def _parse(
-    subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any
-) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
+def _parse(subscripts: str, shapes: Shapes, order: Any) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
     try:
         inputs, output = _labels(subscripts, shapes)
         path = _path(f"{','.join(inputs)}->{output}", shapes, order)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ShapeError(f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}") from None
     texts = enumerate(zip(inputs, shapes, strict=True))
-    return [_Term(i, tuple(text), shape) for i, (text, shape) in texts], tuple(output), path
+    terms = [_Term(i, tuple(text), shape) for i, (text, shape) in texts]
+    return terms, tuple(output), path
 
 
-def _labels(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[list[str], str]:
+def _labels(subscripts: str, shapes: Shapes) -> tuple[list[str], str]:
     """Return the labels of each operand and of the result, with labels for the axes of "..."; raise ValueError."""
     left, arrow, output = subscripts.replace(" ", "").partition("->")
     inputs = left.split(",")
     if len(inputs) != len(shapes):
         raise ValueError(f"{len(inputs)} operands in the subscripts, {len(shapes)} given")
     names = "".join(inputs).replace("...", "")
-    if not (names + output.replace("...", "")).isalpha() and names + output.replace("...", ""):
+    letters = names + output.replace("...", "")
+    if letters and not letters.isalpha():
         raise ValueError("labels are letters, and the axes that broadcast are '...', once in an operand")
-    unused = [c for c in (*string.ascii_letters, *map(chr, range(0x100, 0x200))) if c not in subscripts]
+    letters_and_more = (*string.ascii_letters, *map(chr, range(0x100, 0x200)))
+    unused = [c for c in letters_and_more if c not in subscripts]
     dots = 0
     for i, (text, shape) in enumerate(zip(inputs, shapes, strict=True)):
         start, ellipsis, end = text.partition("...")
@@ -136,7 +149,7 @@ def _labels(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[list[
     return inputs, output
 
 
-def _path(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> Sequence[Sequence[int]]:
+def _path(subscripts: str, shapes: Shapes, order: Any) -> Sequence[Sequence[int]]:
     """Return the operands of each step, by opt_einsum where it is installed and by NumPy where it is not."""
     if isinstance(order, tuple):
         count = len(shapes)
@@ -154,7 +167,8 @@ def _path(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> S
     except ModuleNotFoundError:
         pass
     else:
-        path: Sequence[Sequence[int]] = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)[0]
+        path: Sequence[Sequence[int]]
+        path, _ = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)
         return path
     order = {"auto": "greedy", True: "greedy"}.get(order, order)
     if isinstance(order, str) and order not in ("greedy", "optimal"):
@@ -163,37 +177,44 @@ def _path(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> S
     return np.einsum_path(subscripts, *operands, optimize=order)[0][1:]
 
 
-def _step(terms: list[_Term], output: tuple[str, ...], number: int) -> tuple[Step, _Term]:
+def _step(terms: list[_Term], output: tuple[str, ...], number: int) -> tuple[EinsumStep, _Term]:
+    """Return the product of one or two terms, and its result as a term."""
     cleaned = [_without_repeats(term) for term in terms]
-    axes = [dict(zip(names, lengths, strict=True)) for _, names, lengths in cleaned]
-    lengths = {name: max(a.get(name, 0) for a in axes) for a in axes for name in a}
-    for name in lengths:  # an axis of length 1 broadcasts
-        if len({a[name] for a in axes if name in a}) > 1:
-            axes = [{n: x for n, x in a.items() if n != name or x != 1} for a in axes]
-    lengths = {name: length for a in axes for name, length in a.items()}
-    left, right = axes[0], axes[-1]
-    both = [name for name in left if name in right] if len(axes) > 1 else []
-    batch, summed = [n for n in both if n in output], [n for n in both if n not in output]
-    m = [n for n in left if n in output and n not in both]
-    n = [name for name in right if name in output and name not in both] if len(axes) > 1 else []
-    arrangements = [(m, summed), (summed, n)] if len(axes) > 1 else [(m,)]
-    sides = tuple(
-        _side(term, diagonals, axis, batch, groups)
-        for (diagonals, *term), axis, groups in zip(cleaned, axes, arrangements, strict=True)
-    )
-    have = [*batch, *m, *n]
-    step = Step(
+    axes = _without_broadcast([axes for _, axes in cleaned])
+    lengths = {name: length for of_one in axes for name, length in of_one.items()}
+    shared = [name for name in axes[0] if len(axes) > 1 and name in axes[1]]
+    batch = [name for name in shared if name in output]
+    summed = [name for name in shared if name not in output]
+    free = [[name for name in of_one if name in output and name not in shared] for of_one in axes]
+    groups = [free]
+    if len(terms) > 1:
+        groups = [[free[0], summed], [summed, free[1]]]
+    sides = [
+        _side(diagonals, list(before), of_one, batch, of_side)
+        for (diagonals, before), of_one, of_side in zip(cleaned, axes, groups, strict=True)
+    ]
+    have = [*batch, *(name for names in free for name in names)]
+    step = EinsumStep(
         tuple(term.number for term in terms),
-        sides,
-        elementwise=not (summed or m or n),
+        tuple(sides),
+        elementwise=not (summed or any(free)),
         shape=tuple(lengths[name] for name in have),
         order=tuple(have.index(name) for name in output),
     )
     return step, _Term(number, output, tuple(lengths[name] for name in output))
 
 
-def _without_repeats(term: _Term) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]:
-    names, lengths, diagonals = list(term.names), list(term.lengths), []
+def _without_broadcast(axes: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Return the axes of operands without those of length 1 that broadcast to another operand's."""
+    longer = {name for of_one in axes for name, length in of_one.items() if length != 1}
+    return [{name: n for name, n in of_one.items() if n != 1 or name not in longer} for of_one in axes]
+
+
+def _without_repeats(term: _Term) -> tuple[_Pairs, dict[str, int]]:
+    """Return the diagonals to take for names that occur twice, and the lengths of the axes that are left."""
+    names = list(term.names)
+    lengths = list(term.lengths)
+    diagonals = []
     for name in dict.fromkeys(names):
         while names.count(name) > 1:
             first = names.index(name)
@@ -204,26 +225,72 @@ def _without_repeats(term: _Term) -> tuple[tuple[tuple[int, int], ...], tuple[st
                 del names[i], lengths[i]
             names.append(name)
             lengths.append(length)
-    return tuple(diagonals), tuple(names), tuple(lengths)
+    return tuple(diagonals), dict(zip(names, lengths, strict=True))
 
 
 def _side(
-    term: Sequence[Any],
-    diagonals: tuple[tuple[int, int], ...],
-    axes: dict[str, int],
-    batch: list[str],
-    groups: tuple[list[str], ...],
+    diagonals: _Pairs, names: list[str], axes: dict[str, int], batch: list[str], groups: list[list[str]]
 ) -> _Side:
-    names, _ = term
+    """Return the arrangement of an operand with axes ``names``, of which those outside ``axes`` have length 1."""
     placed = [*batch, *(name for group in groups for name in group)]
     dropped = [name for name in names if name not in axes]
     summed = [name for name in axes if name not in placed]
     shape = [axes[name] for name in batch]
     shape += [prod(axes[name] for name in group) for group in groups]
-    return _Side(
-        diagonals,
-        order=tuple(names.index(name) for name in (*dropped, *placed, *summed)),
-        rows=prod(shape),
-        terms=prod(axes[name] for name in summed) if summed else None,
-        shape=tuple(shape),
-    )
+    terms = None
+    if summed:
+        terms = prod(axes[name] for name in summed)
+    order = tuple(names.index(name) for name in (*dropped, *placed, *summed))
+    return _Side(diagonals, order, rows=prod(shape), terms=terms, shape=tuple(shape))
+
+
+#: Two operands of these types are multiplied without promotion.
+EIGHT_BITS = frozenset(d.label for d in OPERAND_DTYPES if d.bits == 8)
+
+
+def einsum_types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str, str, str]:
+    """Return five types: of the promoted operands, default result, intermediate results, result, and accumulator."""
+    dtypes = []
+    for i, label in enumerate(labels):
+        try:
+            dtypes.append(dtype_from_name(label))
+            if not dtypes[i].results:
+                raise DTypeError(f"dtype {label} is not supported; supported: {operand_names()}")
+        except DTypeError as error:
+            error.argument = f"operands[{i}]"
+            raise
+    float8 = all(d.is_float8 for d in dtypes)
+    if float8:
+        common = dtypes[0]
+    else:
+        common = functools.reduce(promote, dtypes)
+    default = common.results[0]
+    out = default
+    if out_dtype is not None:
+        out = parse_out_dtype(out_dtype)
+    if out not in common.results:
+        choices = " or ".join(map(str, common.results))
+        raise DTypeError(f"out_dtype {out} is not supported for operands of {common}; supported: {choices}")
+    between = out if out.bits > default.bits else default
+    return common.label, default.label, between.label, out.label, common.accumulator.label
+
+
+einsum_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def sizes_of(operand: Any) -> Shape:
+    """Return a shape as integers, also in a PyTorch graph, where sizes may be symbols that int() keeps."""
+    try:
+        return tuple([len(range(n)) for n in operand.shape])
+    except TypeError:
+        raise ShapeError(
+            f"einsum: its steps depend on the sizes, and some of shape {tuple(operand.shape)} are only symbols; use "
+            "matmul or tensordot"
+        ) from None
+
+
+def steps_of(subscripts: str, shapes: Shapes, order: Any) -> tuple[EinsumStep, ...]:
+    return einsum_steps(subscripts, shapes, order)
+
+
+steps_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it, and reads the result

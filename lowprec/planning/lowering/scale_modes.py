@@ -12,7 +12,8 @@ from lowprec.recipes import Rule
 #: The compute capability with vectors of scales, and with float32 scales of blocks.
 _HOPPER = (9, 0)
 #: Steps of m with float32 scales of blocks, and with 8-bit scales.
-_FLOAT_STEP, _BYTE_STEP = 4, 16
+_FLOAT_STEP = 4
+_BYTE_STEP = 16
 
 
 def scale_modes(
@@ -32,12 +33,16 @@ def scale_modes(
     if not (a.block_scale or b.block_scale):
         if a.scaling == b.scaling == "tensor":
             return "SCALAR_32F", "SCALAR_32F"
-        return ("OUTER_VEC_32F", "OUTER_VEC_32F") if capability == _HOPPER and is_single else ("", "")
+        if capability == _HOPPER and is_single:
+            return ("OUTER_VEC_32F", "OUTER_VEC_32F")
+        return ("", "")
     scales = {a.block_scale, b.block_scale}
     if scales == {"float32"} and capability == _HOPPER and is_single and not layout.m % _FLOAT_STEP:
         return "VEC128_32F", "BLK128x128_32F"
     if scales <= {"floor", "rceil"} and capability >= BLOCK_SCALES_SINCE and is_single:
-        return None if layout.m % _BYTE_STEP else ("VEC32_UE8M0", "VEC32_UE8M0")
+        if layout.m % _BYTE_STEP:
+            return None
+        return ("VEC32_UE8M0", "VEC32_UE8M0")
     return None
 
 

@@ -1,0 +1,78 @@
+"""Numbers of narrow formats and their codes, element by element, with the functions of any array library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowprec.arrays.namespaces import converted
+from lowprec.formats import NumberFormat
+
+#: Bits of float32's infinity, the smallest that are not a number's, and of the least float64 that rounds to it.
+INFINITY = 0x7F800000
+OVERFLOW = 0x47EFFFFFF0000000
+HIDDEN = 1 << 23
+
+
+def magnitudes(x: Any, xp: Any) -> tuple[Any, int]:
+    """Return the bits of magnitudes, and those from which they are infinite in float32."""
+    if x.dtype == xp.float64:
+        return x.view(xp.int64) & 0x7FFFFFFFFFFFFFFF, OVERFLOW
+    return converted(x, xp.float32).view(xp.int32) & 0x7FFFFFFF, INFINITY
+
+
+def rounded_to_odd(x: Any, xp: Any) -> Any:
+    """Return float64 numbers as float32, truncated, with the last bit set if that is inexact.
+
+    Numbers of fewer bits that are rounded from these are those that are rounded from float64 (S. Boldo and
+    G. Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    if x.dtype == xp.float32:
+        return x
+    near = converted(x, xp.float32)
+    wide = converted(near, xp.float64)
+    is_above = converted(abs(wide) > abs(x), xp.int32)
+    is_inexact = converted(wide != x, xp.int32)
+    truncated = near.view(xp.int32) - is_above
+    return (truncated | is_inexact).view(xp.float32)
+
+
+def nearest_codes(x: Any, to: NumberFormat, xp: Any, random: Any = None) -> Any:
+    """Return the codes of the nearest numbers, ties to even, of numbers that are not negative.
+
+    With 32 random bits for each, return one of the two codes around it: at most 30 random bits are added to the bits
+    of the significand that are dropped.
+    """
+    stored = to.precision - 1  # bits of the significand
+    bits = rounded_to_odd(x, xp).view(xp.int32)
+    exponent = (bits >> 23) - 127
+    hidden = xp.clip(bits >> 23, 0, 1) << 23
+    significand = (bits & (HIDDEN - 1)) | hidden
+    below = xp.clip(to.emin - exponent, 0, 300)  # bits of the significand below the smallest number
+    if random is None:
+        dropped = xp.clip(below, 0, stored + 2) + (23 - stored)  # with stored + 2 the result is 0
+        is_odd = (significand >> dropped) & 1
+        half = (1 << (dropped - 1)) - 1
+        rounded = (significand + half + is_odd) >> dropped
+    else:
+        dropped = below + (23 - stored)
+        used = xp.clip(dropped, 0, 30)
+        noise = ((random >> 2) & 0x3FFFFFFF) >> (30 - used)
+        kept = significand >> xp.clip(dropped - used, 0, 31)
+        rounded = (kept + noise) >> used
+    scaled = xp.clip(exponent - to.emin, 0, 255) << stored
+    top = max(to.emax, to.emin)
+    largest = int(to.largest / 2.0 ** (top - stored))
+    largest += (top - to.emin) << stored
+    return xp.clip(rounded + scaled, 0, largest)
+
+
+def numbers_of(codes: Any, of: NumberFormat, bits: int, xp: Any) -> Any:
+    stored = of.precision - 1
+    sign = 1 << (bits - 1)
+    magnitude = codes & (sign - 1)
+    aligned = (magnitude << (23 - stored)) + ((126 + of.emin) << 23)
+    subnormal = (aligned + HIDDEN).view(xp.float32) - of.smallest_normal
+    values = xp.where(magnitude < (1 << stored), subnormal, aligned.view(xp.float32))
+    if bits == 8:
+        values = xp.where(magnitude < sign - 1, values, float("nan"))
+    return xp.where(codes < sign, values, -values)

@@ -1,0 +1,62 @@
+// What the routines of the BLAS (blas.cpp) share with the scopes and counters of a process (blas_process.cpp).
+#pragma once
+#include "common.hpp"
+
+namespace lp::blas {
+
+// clang-format off
+// Routines that are computed; routines whose calls are counted alone, those of LAPACK the last. The order of the first
+// is that of rules.
+enum Routine {
+    GEMM, GEMV, SYMM, HEMM, SYRK, HERK, GEMMT, TRMM, SYMV, HEMV, DOT, GER, COMPUTED,
+    SYR2K = COMPUTED, HER2K, TRMV, DOTU, DOTC, DOTU_SUB, DOTC_SUB, FIRST_OF_LAPACK
+};
+// Rules that are no routine's: of the products inside LAPACK and other solvers.
+enum { INSIDE_SOLVERS = COMPUTED };
+
+enum Reason { TAKEN, ELEMENT_TYPE, SOLVER, VECTORS, LONG, NO_MEMORY, OTHER_THREAD, NOT_TAKEN, REASONS };
+// clang-format on
+
+struct Scope;
+
+// A call, for the counters.
+struct Call {
+    char letter;  // of the type: s, d, c or z
+    int routine;
+    int64_t m, n, k;
+    int64_t multiplications;
+    const void* caller;  // return address
+};
+
+// The innermost open scope of this thread, or null; it may be held beyond its end.
+Scope* innermost();
+Scope* held(Scope*);
+void release(void* scope);
+bool set_scope(Scope*);  // of this thread; false if there is no memory
+
+// The innermost open scope of this thread, or that of all threads, or null.
+Scope* scope_of_thread();
+const lp_blas& rules_of(const Scope*);
+void count(Scope*, const Call&, Reason, int mode);  // a scope of null: that of threads outside
+
+bool passes_all();                       // this thread computes for lowprec
+bool is_inside_lapack();                 // this thread is in a routine of LAPACK, whose entry has counted it
+void enter_lapack(int step);             // 1, or -1 at its end
+bool is_of_solver(const void* caller);   // a return address
+const char* name_of(int routine);        // null: there is none of this number
+
+inline uint64_t mixed(uint64_t hash, int64_t value) {
+    hash = (hash ^ (uint64_t)value) * 0x9e3779b97f4a7c15u;
+    return hash ^ hash >> 32;
+}
+
+// The functions for a symbol of a BLAS, by the libraries that define it.
+struct Functions {
+    static const int LIBRARIES = 3;
+    void* ours[LIBRARIES];
+    std::atomic<void*>* originals[LIBRARIES];
+};
+// The functions of a routine of COMPUTED or the next ones; null if there are none.
+Functions* functions_of(char letter, int routine, bool is_cblas, bool is_64);
+
+}  // namespace lp::blas

@@ -1,0 +1,488 @@
+// The functions of other libraries that are replaced, on Linux, by the words in which loaded libraries have their
+// addresses.
+//
+// They are those of the BLAS (blas.cpp), entries of LAPACK, which are counted, functions that start threads, which get
+// the scope of the calling one, and dlsym, at which libraries that were loaded meanwhile are searched.
+#include "blas.hpp"
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace lp::blas {
+
+// -- LAPACK ------------------------------------------------------------------------------------------
+
+namespace {
+
+const char* const NAMES[] = {"gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv",
+                             "dot", "ger", "syr2k", "her2k", "trmv", "dotu", "dotc", "dotu_sub", "dotc_sub"};
+
+// Routines that are counted at their entry: `factor` times the product of three arguments, given by their numbers; NONE
+// is 1, LEAST the least of the first two. For square matrices, with all vectors (G. H. Golub and C. F. Van Loan,
+// "Matrix Computations", 4th edition, 2013). A call with -1 as the size of its workspace only asks for it; COMPLEX: one
+// argument earlier in complex routines.
+const int NONE = -1, LEAST = -2, COMPLEX = 100;
+struct Formula {
+    const char* name;
+    int first, second, third;
+    double factor;
+    int workspace;
+};
+// clang-format off
+const Formula FORMULAS[] = {
+    {"syr2k", 2, 2, 3, 1, NONE},         {"her2k", 2, 2, 3, 1, NONE},         {"trmv", 3, 3, NONE, 0.5, NONE},
+    {"dotu", NONE, NONE, NONE, 0, NONE}, {"dotc", NONE, NONE, NONE, 0, NONE}, {"trsm", 4, 5, LEAST, 0.5, NONE},
+    {"getrf", 0, 1, LEAST, 1 / 3., NONE}, {"getrs", 1, 1, 2, 1, NONE},        {"getri", 0, 0, 0, 2 / 3., 5},
+    {"gesv", 0, 0, 0, 1 / 3., NONE},     {"potrf", 1, 1, 1, 1 / 6., NONE},    {"potrs", 1, 1, 2, 1, NONE},
+    {"potri", 1, 1, 1, 1 / 3., NONE},    {"posv", 1, 1, 1, 1 / 6., NONE},     {"sytrf", 1, 1, 1, 1 / 6., 6},
+    {"hetrf", 1, 1, 1, 1 / 6., 6},       {"sysv", 1, 1, 1, 1 / 6., 9},        {"hesv", 1, 1, 1, 1 / 6., 9},
+    {"trtrs", 3, 3, 4, 0.5, NONE},       {"trtri", 2, 2, 2, 1 / 6., NONE},    {"geqrf", 0, 1, LEAST, 2 / 3., 6},
+    {"geqp3", 0, 1, LEAST, 2 / 3., 7},   {"orgqr", 0, 1, LEAST, 2 / 3., 7},   {"ungqr", 0, 1, LEAST, 2 / 3., 7},
+    {"ormqr", 2, 3, 4, 2, 11},           {"unmqr", 2, 3, 4, 2, 11},           {"gels", 1, 2, LEAST, 2 / 3., 9},
+    {"gelsd", 0, 1, LEAST, 2, 11},       {"gelss", 0, 1, LEAST, 2, 11},       {"gelsy", 0, 1, LEAST, 2 / 3., 11},
+    {"gesdd", 1, 2, LEAST, 11, 11},      {"gesvd", 2, 3, LEAST, 11, 12},      {"gehrd", 0, 0, 0, 5 / 3., 7},
+    {"geev", 2, 2, 2, 12.5, COMPLEX + 12}, {"gees", 3, 3, 3, 12.5, COMPLEX + 12}, {"syev", 2, 2, 2, 4.5, 7},
+    {"heev", 2, 2, 2, 4.5, 7},           {"syevd", 2, 2, 2, 4.5, 7},          {"heevd", 2, 2, 2, 4.5, 7},
+    {"syevr", 3, 3, 3, 4.5, 17},         {"heevr", 3, 3, 3, 4.5, 17},         {"sygvd", 3, 3, 3, 7, 10},
+    {"hegvd", 3, 3, 3, 7, 10},
+};
+// clang-format on
+const int FORMULA_COUNT = sizeof FORMULAS / sizeof *FORMULAS;
+
+}  // namespace
+
+// -- threads -----------------------------------------------------------------------------------------
+
+namespace {
+
+// Functions of other libraries that are replaced. Each has as many versions as Functions, by the original.
+const int LIBRARIES = Functions::LIBRARIES;
+enum Other { DLSYM,
+             PTHREAD_CREATE,
+             GOMP_PARALLEL,
+             FIRST_LOOP,
+             OTHERS = FIRST_LOOP + 7 };
+const char* const OTHER_NAMES[OTHERS] = {
+    "dlsym",
+    "pthread_create",
+    "GOMP_parallel",
+    "GOMP_parallel_sections",
+    "GOMP_parallel_loop_static",
+    "GOMP_parallel_loop_dynamic",
+    "GOMP_parallel_loop_guided",
+    "GOMP_parallel_loop_runtime",
+    "GOMP_parallel_loop_nonmonotonic_dynamic",
+    "GOMP_parallel_loop_nonmonotonic_guided",
+};
+std::atomic<void*> others[OTHERS][LIBRARIES];
+
+void search_new_libraries();
+
+template <int LIBRARY> void* our_dlsym(void* library, const char* name) {
+    if (library != RTLD_DEFAULT && library != RTLD_NEXT) search_new_libraries();
+    // A jump, so that the original finds the library of the caller.
+    return ((void* (*)(void*, const char*))others[DLSYM][LIBRARY].load())(library, name);
+}
+
+struct Start {
+    void* (*function)(void*);
+    void* argument;
+    Scope* scope;
+};
+void* started(void* at) {
+    const Start start = *(Start*)at;
+    free(at);
+    set_scope(start.scope);
+    release(start.scope);
+    return start.function(start.argument);
+}
+template <int LIBRARY>
+int our_pthread_create(pthread_t* thread, const pthread_attr_t* options, void* (*function)(void*), void* argument) {
+    const auto original = (decltype(&pthread_create))others[PTHREAD_CREATE][LIBRARY].load();
+    Scope* scope = innermost();
+    Start* start = scope ? (Start*)malloc(sizeof(Start)) : nullptr;
+    if (!start) return original(thread, options, function, argument);
+    *start = {function, argument, held(scope)};
+    const int status = original(thread, options, started, start);
+    if (status) {
+        release(scope);
+        free(start);
+    }
+    return status;
+}
+
+// A parallel region of GNU's OpenMP, and the scope of the thread that starts it.
+struct Region {
+    void (*function)(void*);
+    void* argument;
+    Scope* scope;
+};
+void run_region(void* at) {
+    const Region& region = *(Region*)at;
+    Scope* before = held(innermost());
+    set_scope(region.scope);
+    region.function(region.argument);
+    set_scope(before);
+    release(before);
+}
+template <int NAME, int LIBRARY>
+void our_gomp(void (*function)(void*), void* argument, long a, long b, long c, long d, long e, long f) {
+    const auto original = (decltype(&our_gomp<NAME, LIBRARY>))others[NAME][LIBRARY].load();
+    Region region = {function, argument, held(innermost())};
+    if (region.scope) original(run_region, &region, a, b, c, d, e, f);
+    else original(function, argument, a, b, c, d, e, f);
+    release(region.scope);
+}
+
+template <int NAME, int LIBRARY> void* our_other() {
+    if (NAME == DLSYM) return (void*)our_dlsym<LIBRARY>;
+    if (NAME == PTHREAD_CREATE) return (void*)our_pthread_create<LIBRARY>;
+    return (void*)our_gomp<NAME, LIBRARY>;
+}
+template <int... NAME> void fill(Functions* table, std::integer_sequence<int, NAME...>) {
+    ((table[NAME] = {{our_other<NAME, 0>(), our_other<NAME, 1>(), our_other<NAME, 2>()},
+                     {&others[NAME][0], &others[NAME][1], &others[NAME][2]}}),
+     ...);
+}
+Functions* other_functions(const char* name) {
+    static Functions table[OTHERS];
+    if (!table[0].ours[0]) fill(table, std::make_integer_sequence<int, OTHERS>());
+    for (int i = 0; i < OTHERS; i++)
+        if (!strcmp(name, OTHER_NAMES[i])) return &table[i];
+    return nullptr;
+}
+
+// -- routines that are counted at their entry --------------------------------------------------------
+
+// What any of them returns: nothing, or a complex number in two registers.
+struct Pair {
+    double re, im;
+};
+typedef void* Word;
+typedef Pair Routine24(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word,
+                       Word, Word, Word, Word, Word, Word, Word, Word);
+struct Counted {
+    std::atomic<void*> original;
+    int formula;
+    char letter;
+    bool is_64;
+};
+const int COUNTED = 320;
+Counted counted[COUNTED];
+int counted_size;
+
+double argument(const Counted& x, const Word* words, int number, double least) {
+    if (number == LEAST) return least;
+    if (number == NONE) return 1;
+    return x.is_64 ? (double)*(const int64_t*)words[number] : (double)*(const int32_t*)words[number];
+}
+void count_entry(const Counted& x, const Word* words, const void* caller) {
+    const Formula& f = FORMULAS[x.formula];
+    const double first = argument(x, words, f.first, 1);
+    const double second = argument(x, words, f.second, 1);
+    const double third = argument(x, words, f.third, first < second ? first : second);
+    int workspace = f.workspace;
+    if (workspace >= COMPLEX) workspace -= COMPLEX + (x.letter == 'c' || x.letter == 'z');
+    if (!(first > 0 && second > 0 && third > 0) || argument(x, words, workspace, 1) == -1) return;
+    const int of_blas = 5;  // the first rows
+    const Reason reason = x.formula < of_blas ? NOT_TAKEN : SOLVER;
+    const int64_t multiplications = (int64_t)(f.factor * first * second * third);
+    count(scope_of_thread(), {x.letter, FIRST_OF_LAPACK + x.formula, 0, 0, 0, multiplications, caller}, reason, -1);
+}
+// Arguments are addresses; those beyond the routine's are whatever is in their registers and on the stack.
+template <int SLOT>
+__attribute__((no_sanitize("address"))) Pair entry(Word a, Word b, Word c, Word d, Word e, Word f, Word g, Word h,
+                                                   Word i, Word j, Word k, Word l, Word m, Word n, Word o, Word p,
+                                                   Word q, Word r, Word s, Word t, Word u, Word v, Word w, Word x) {
+    const Counted& routine = counted[SLOT];
+    const Word words[] = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r};
+    if (!is_inside_lapack() && !passes_all()) count_entry(routine, words, __builtin_return_address(0));
+    enter_lapack(1);
+    const Pair result = ((Routine24*)routine.original.load(std::memory_order_relaxed))(
+        a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, v, w, x);
+    enter_lapack(-1);
+    return result;
+}
+template <int... SLOT> Routine24* entry_of(int slot, std::integer_sequence<int, SLOT...>) {
+    static Routine24* const entries[] = {entry<SLOT>...};
+    return entries[slot];
+}
+
+// -- relocations -------------------------------------------------------------------------------------
+
+// A symbol of a routine: [scipy_][cblas_] letter routine, and in Fortran _ or [_]64_, in C nothing or [_]64[_].
+struct Symbol {
+    char letter;
+    int routine, formula;  // -1: none
+    bool is_cblas, is_64;
+};
+bool is_end(const char* at, Symbol& symbol) {
+    symbol.is_64 = strstr(at, "64") != nullptr;
+    const char* const ends[] = {"_", "_64_", "64_", "", "_64", "64_"};
+    for (int i = 0; i < 3; i++)
+        if (!strcmp(at, ends[i + 3 * symbol.is_cblas])) return true;
+    return false;
+}
+bool parsed(const char* name, Symbol& symbol) {
+    if (!*name || !strchr("sdcz", *name)) return false;
+    if (!strncmp(name, "scipy_", 6)) name += 6;
+    symbol.is_cblas = !strncmp(name, "cblas_", 6);
+    if (symbol.is_cblas) name += 6;
+    symbol.letter = *name;
+    if (!*name || !strchr("sdcz", *name)) return false;
+    name++;
+    symbol.routine = symbol.formula = -1;
+    for (int i = 0; i < FIRST_OF_LAPACK; i++) {
+        const size_t size = strlen(NAMES[i]);
+        if (!strncmp(name, NAMES[i], size) && is_end(name + size, symbol)) symbol.routine = i;
+    }
+    for (int i = 0; i < FORMULA_COUNT && !symbol.is_cblas; i++) {
+        const size_t size = strlen(FORMULAS[i].name);
+        if (!strncmp(name, FORMULAS[i].name, size) && is_end(name + size, symbol)) symbol.formula = i;
+    }
+    return symbol.routine >= 0 || symbol.formula >= 0;
+}
+
+// Our function in place of an original one; null if there is none left. With `back` the original of our function.
+void* exchanged(const char* name, void* now, bool back) {
+    Symbol symbol;
+    Functions* known = nullptr;
+    const bool is_routine = parsed(name, symbol);
+    if (!is_routine) known = other_functions(name);
+    else if (symbol.routine >= 0)
+        known = functions_of(symbol.letter, symbol.routine, symbol.is_cblas, symbol.is_64);
+    for (int i = 0; known && i < LIBRARIES; i++) {
+        if (back && known->ours[i] == now) return *known->originals[i];
+        if (back) continue;
+        if (known->ours[i] == now) return nullptr;
+        if (!*known->originals[i]) *known->originals[i] = now;
+        if (*known->originals[i] == now) return known->ours[i];
+    }
+    if (known || !is_routine || symbol.formula < 0) return nullptr;
+    for (int i = 0; i < COUNTED; i++) {
+        Counted& slot = counted[i];
+        void* ours = (void*)entry_of(i, std::make_integer_sequence<int, COUNTED>());
+        if (back ? ours == now : slot.original == now && i < counted_size) return back ? slot.original.load() : ours;
+        if (ours == now) return nullptr;
+        if (back || i < counted_size) continue;
+        counted_size++;
+        slot.formula = symbol.formula;
+        slot.letter = symbol.letter;
+        slot.is_64 = symbol.is_64;
+        slot.original = now;
+        return ours;
+    }
+    return nullptr;
+}
+
+struct Library {
+    ElfW(Addr) base;
+    const ElfW(Phdr) * headers;
+    int header_count;
+    char* name;
+};
+pthread_mutex_t words_lock = PTHREAD_MUTEX_INITIALIZER;  // held while words are listed or written, and in forks
+bool is_installed;
+unsigned long long searched_loads;
+
+// Writes a word of a table that may be read-only.
+void write_word(const Library& library, std::atomic<void*>* word, void* value) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t at = (uintptr_t)word;
+    int protection = 0;
+    for (int i = 0; i < library.header_count; i++) {
+        const ElfW(Phdr) & part = library.headers[i];
+        const uintptr_t begin = library.base + part.p_vaddr;
+        const bool holds = at >= begin && at < begin + part.p_memsz;
+        if (holds && part.p_type == PT_LOAD && part.p_flags & PF_W) protection |= PROT_READ | PROT_WRITE;
+        if (part.p_type == PT_GNU_RELRO && holds && at < ((begin + part.p_memsz) & -page)) protection |= PROT_EXEC;
+    }
+    const bool is_relocated = protection & PROT_EXEC;  // and read-only since
+    if (!(protection & PROT_WRITE)) return;
+    void* start = (void*)(at & -page);
+    if (is_relocated && mprotect(start, page, PROT_READ | PROT_WRITE)) return;
+    word->store(value);
+    if (is_relocated) mprotect(start, page, PROT_READ);
+}
+
+#if defined(__x86_64__)
+const uint32_t WORD_TYPES[] = {R_X86_64_JUMP_SLOT, R_X86_64_GLOB_DAT, R_X86_64_64};
+#else
+const uint32_t WORD_TYPES[] = {R_AARCH64_JUMP_SLOT, R_AARCH64_GLOB_DAT, R_AARCH64_ABS64};
+#endif
+
+// The function to which a symbol is bound: a lazy stub, which is in the library itself, would overwrite our word.
+void* bound(const Library& library, void* handle, const char* name, void* now) {
+    for (int i = 0; i < library.header_count; i++) {
+        const ElfW(Phdr) & part = library.headers[i];
+        if (part.p_type != PT_LOAD || (uintptr_t)now - (library.base + part.p_vaddr) >= part.p_memsz) continue;
+        void* found = dlsym(RTLD_DEFAULT, name);
+        return found ? found : dlsym(handle, name);
+    }
+    return now;
+}
+
+// The words of each library that was searched, which is searched once.
+struct Named {
+    std::atomic<void*>* word;
+    const char* name;
+};
+struct Searched {
+    uint64_t key;  // of its name, its address and its entry in the loader's list
+    int first, size;
+};
+template <class T> struct List {
+    T* at;
+    int size, capacity;
+    bool add(const T& x) {
+        if (size == capacity) {
+            const int grown = capacity ? 2 * capacity : 256;
+            void* moved = realloc(at, (size_t)grown * sizeof(T));
+            if (!moved) return false;
+            at = (T*)moved;
+            capacity = grown;
+        }
+        at[size++] = x;  // NOLINT(clang-analyzer-security.ArrayBound): `size` is never negative
+        return true;
+    }
+};
+List<Named> named;
+List<Searched> searched;
+
+bool is_replaced(const char* name) {
+    Symbol symbol;
+    if (*name == 'd' || *name == 'p' || !strncmp(name, "GOMP", 4)) {
+        if (other_functions(name)) return true;
+    }
+    return parsed(name, symbol);
+}
+
+void add_words(const Library& library) {
+    const ElfW(Dyn)* entry = nullptr;
+    for (int i = 0; i < library.header_count; i++) {
+        const ElfW(Phdr) & part = library.headers[i];
+        if (part.p_type == PT_DYNAMIC) entry = (const ElfW(Dyn)*)(library.base + part.p_vaddr);
+    }
+    uintptr_t at[DT_NUM] = {};
+    for (; entry && entry->d_tag != DT_NULL; entry++)
+        if (entry->d_tag > 0 && entry->d_tag < DT_NUM) at[entry->d_tag] = entry->d_un.d_val;
+    for (int tag : {DT_SYMTAB, DT_STRTAB, DT_JMPREL, DT_RELA})  // glibc has relocated these, musl has not
+        if (at[tag] && at[tag] < library.base) at[tag] += library.base;
+    const auto* symbols = (const ElfW(Sym)*)at[DT_SYMTAB];
+    const char* strings = (const char*)at[DT_STRTAB];
+    if (!symbols || !strings) return;
+    for (int table = 0; table < 2; table++) {
+        const auto* relocations = (const ElfW(Rela)*)at[table ? DT_RELA : DT_JMPREL];
+        const size_t size = relocations ? at[table ? DT_RELASZ : DT_PLTRELSZ] / sizeof *relocations : 0;
+        for (size_t i = 0; i < size; i++) {
+            const uint32_t type = ELF64_R_TYPE(relocations[i].r_info);
+            const bool is_word = type == WORD_TYPES[0] || type == WORD_TYPES[1] || type == WORD_TYPES[2];
+            const char* name = strings + symbols[ELF64_R_SYM(relocations[i].r_info)].st_name;
+            if (is_word && !relocations[i].r_addend && is_replaced(name))
+                named.add({(std::atomic<void*>*)(library.base + relocations[i].r_offset), name});
+        }
+    }
+}
+
+void search(const Library& library, void* handle, const link_map* map, bool back) {
+    uint64_t key = mixed(mixed(1, (int64_t)library.base), (int64_t)(uintptr_t)map);
+    for (const char* c = library.name; *c; c++) key = mixed(key, *c);
+    pthread_mutex_lock(&words_lock);
+    Searched found = {key, named.size, -1};
+    for (int i = 0; i < searched.size; i++)
+        if (searched.at[i].key == key) found = searched.at[i];
+    if (found.size < 0) {
+        add_words(library);
+        found.size = named.size - found.first;
+        searched.add(found);
+    }
+    for (int i = found.first; i < found.first + found.size; i++) {
+        const Named each = named.at[i];
+        pthread_mutex_unlock(&words_lock);  // not held in calls of the loader
+        void* now = each.word->load();
+        if (!back && now) now = bound(library, handle, each.name, now);
+        pthread_mutex_lock(&words_lock);
+        void* other = now ? exchanged(each.name, now, back) : nullptr;
+        if (other) write_word(library, each.word, other);
+    }
+    pthread_mutex_unlock(&words_lock);
+}
+
+struct Libraries {
+    List<Library> list;
+    bool is_wanted;
+    unsigned long long loads;  // since the start of the process
+};
+
+// Nothing is called here that takes the loader's locks.
+int add_library(dl_phdr_info* info, size_t, void* to) {
+    Libraries& all = *(Libraries*)to;
+    all.loads = info->dlpi_adds;
+    if (!all.is_wanted) return 1;
+    const Library found = {info->dlpi_addr, info->dlpi_phdr, info->dlpi_phnum, strdup(info->dlpi_name)};
+    if (all.list.add(found)) return 0;
+    free(found.name);
+    return 1;
+}
+
+// The lock keeps a fork from happening meanwhile: the child's loader would be locked.
+void list_libraries(Libraries& all) {
+    pthread_mutex_lock(&words_lock);
+    dl_iterate_phdr(add_library, &all);
+    pthread_mutex_unlock(&words_lock);
+}
+
+void search_all(bool back) {
+    Libraries all = {{}, true, 0};
+    Dl_info ours = {};
+    dladdr((void*)search_all, &ours);
+    list_libraries(all);
+    for (int i = 0; i < all.list.size; i++) {
+        const Library& each = all.list.at[i];
+        // Held, so that it is not unloaded; another one may be there by now.
+        void* handle = each.name ? dlopen(*each.name ? each.name : nullptr, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+        link_map* map = nullptr;
+        if (handle && !dlinfo(handle, RTLD_DI_LINKMAP, (void*)&map) && map->l_addr == each.base &&
+            (void*)each.base != ours.dli_fbase)
+            search(each, handle, map, back);
+        if (handle) dlclose(handle);
+        free(each.name);
+    }
+    free(all.list.at);
+    searched_loads = all.loads;
+}
+
+void search_new_libraries() {
+    Libraries none = {};
+    list_libraries(none);
+    if (is_installed && none.loads != searched_loads) search_all(false);
+}
+
+__attribute__((constructor)) void protect_forks() {
+    pthread_atfork([] { pthread_mutex_lock(&words_lock); }, [] { pthread_mutex_unlock(&words_lock); },
+                   [] { pthread_mutex_unlock(&words_lock); });
+}
+
+}  // namespace
+
+const char* name_of(int routine) {
+    if (routine < FIRST_OF_LAPACK) return NAMES[routine];
+    return routine < FIRST_OF_LAPACK + FORMULA_COUNT ? FORMULAS[routine - FIRST_OF_LAPACK].name : nullptr;
+}
+
+}  // namespace lp::blas
+
+using namespace lp::blas;
+
+LP_API void lp_blas_install(int32_t is_on) {
+    Libraries none = {};
+    list_libraries(none);
+    if (is_on && is_installed && none.loads == searched_loads) return;
+    is_installed = is_on;
+    search_all(!is_on);
+}
+#endif

@@ -1,0 +1,103 @@
+// Few rows times codes. Stored ones are decoded in registers by FP32 units, next to the multiplication; other codes,
+// and those of other units, are decoded into the L1 cache, some at a time.
+
+template <class U, int ROWS, int TYPE> static void few_rows_of_codes(const FewRows& f) {
+    typedef Decoder<TYPE, U::ELEMENT> D;
+    constexpr int P = per_dword(U::ELEMENT), V = 2 * P, STEP = D::BLOCKS * W;
+    alignas(64) uint32_t panel[STEP * V * W];
+    for (int64_t at = 0; at < f.lanes; at += V * W) {
+        const int64_t lane = f.lane + at, width = f.lanes - at < V * W ? f.lanes - at : V * W;
+        D columns[4] = {{f.b, lane}, {f.b, lane + W}, {f.b, lane + 2 * W}, {f.b, lane + 3 * W}};
+        for (int d = 0; d < f.dwords; d += STEP) {
+            const int count = f.dwords - d < STEP ? f.dwords - d : STEP;
+            const int64_t block = (f.step / P + d) / W;
+            for (int v = 0; v < width / W; v++) columns[v].blocks(block, count / W, panel + v * W, V * W);
+            FewRows some = f;
+            some.a += d;
+            some.at = (const char*)panel;
+            some.ldb = 4 * V * W;
+            some.dwords = count;
+            some.y += at;
+            some.lanes = width;
+            some.adds |= d > 0;
+            few_rows<U, ROWS, PANEL, LP_EXACT>(some);
+        }
+    }
+}
+
+// Whether E4M3 codes have NaN, by lane: a NaN makes the sums of its column NaN, so that the numbers need no check each.
+struct NanLanes {
+    bytes largest = {};  // of codes but for their signs
+    INLINE_MEMBER void see(const void* row) {
+        const bytes x = get<bytes>(row);
+        largest = x + x > largest ? x + x : largest;
+    }
+    u32v found() const {
+        alignas(64) uint8_t runs[4 * W];
+        put(runs, (bytes)(largest == 0xfe));
+        u32v any = {};
+        UNROLLED(i, 4) any |= widen_u8<u32v>(runs + i * W);
+        return (u32v)(any != 0) & 0x7fc00000u;
+    }
+};
+
+template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewRows& f) {
+    typedef Coded<TYPE> C;
+    typedef typename U::Acc Acc;
+    constexpr int PER = C::PER, AHEAD = 2048;
+    constexpr bool IS_E4M3 = TYPE == LP_MXFP8 || TYPE == LP_CODES_E4M3;
+    const int64_t block = C::block(f.b), end = f.step + f.dwords;
+    auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
+        constexpr int V = decltype(count)::value;
+        const Strip strip(f.b);
+        const int64_t each = strip.bytes();
+        const char* const first = f.b.at + (f.lane + at) / W * each;
+        auto row = [&](int v, int64_t i) __attribute__((always_inline)) {
+            return get<u32v>(first + v * each + i * 4 * W);
+        };
+        Acc acc[ROWS][V];
+        UNROLLED(i, ROWS)
+            UNROLLED(v, V) acc[i][v] = f.adds ? get<Acc>(f.y + i * f.ldy + at + v * W) : Acc{};
+        f32v scale[V], zero[V] = {};
+        [[maybe_unused]] NanLanes nan[V];
+        const uint32_t* a = f.a;
+        auto multiply = [&](const char* codes, int64_t k) __attribute__((always_inline)) {
+            f32v x[V];
+            UNROLLED(v, V) {
+                if constexpr (IS_E4M3) x[v] = small_e4m3<f32v>(codes + v * each + k * W) * 0x1p8f * scale[v];
+                else x[v] = number_of<TYPE>(codes + v * each, k, zero[v]) * scale[v];
+            }
+            UNROLLED(i, ROWS) {
+                const u32v dword = all(a[i * f.lda + k]);
+                UNROLLED(v, V) acc[i][v] = U::dot(acc[i][v], dword, bits(x[v]));
+            }
+        };
+        for (int64_t k = f.step; k < end;) {
+            const int64_t number = k / block, stop = (number + 1) * block < end ? (number + 1) * block : end;
+            UNROLLED(v, V) {
+                scale[v] = scale_of<TYPE>(row(v, strip.codes + number / C::SCALES), number);
+                if (TYPE == LP_CODES_U4) zero[v] = zero_of(row(v, strip.codes + strip.scales + number / 4), number);
+            }
+            for (; k < stop; k += PER, a += PER) {
+                const char* const codes = first + k / PER * 4 * W;
+                UNROLLED(v, V) {
+                    __builtin_prefetch(codes + v * each + AHEAD);
+                    if constexpr (IS_E4M3) nan[v].see(codes + v * each);
+                }
+                if (k + PER <= stop) {
+                    UNROLLED(j, PER) multiply(codes, j);
+                } else {
+                    for (int j = 0; j < stop - k; j++) multiply(codes, j);
+                }
+            }
+        }
+        UNROLLED(v, V) {
+            const u32v lost = IS_E4M3 ? nan[v].found() : u32v{};
+            UNROLLED(i, ROWS) put(f.y + i * f.ldy + at + v * W, IS_E4M3 ? (Acc)((u32v)acc[i][v] | lost) : acc[i][v]);
+        }
+    };
+    constexpr int V = W == 8 ? (ROWS > 2 ? 2 : 4) : (ROWS > 4 ? 2 : 4);
+    int64_t at = 0;
+    for (; at + V * W <= f.lanes; at += V * W) columns(at, Int<V>());
+    for (; at < f.lanes; at += W) columns(at, Int<1>());
+}

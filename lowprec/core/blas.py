@@ -1,0 +1,208 @@
+"""The BLAS calls of a process, which `native/blas.cpp` computes in the mode of a scope."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from lowprec.arrays import CPU
+from lowprec.backends.cpu import library, products, quantizing, threads
+from lowprec.backends.cpu.device import capabilities
+from lowprec.backends.cpu.library import untaken  # noqa: F401 - for other packages
+from lowprec.errors import UnsupportedError
+from lowprec.formats import DType
+from lowprec.modes import MathMode, Mode, row
+from lowprec.planning import GemmPlan, GemmProblem, OperandSpec, Summation, plan_gemm
+from lowprec.planning.bounds import MAX_K_INT8
+
+_I32 = ctypes.c_int32
+_I64 = ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_ANY_K = 2**63 - 1
+_NO_MODE = -1
+_MOST_ROWS = 640
+#: Extents of the product whose kernel and scheme are those of every product of a program.
+_SHAPE = (1024, 1024)
+
+#: The routines with rules of their own, in the order of ``enum Routine``.
+ROUTINES = ("gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv", "dot", "ger", "lapack")
+#: Those that keep their precision unless a rule names them, and those that modes that quantise compute in ``bf16``.
+_KEPT = frozenset(["dot", "ger", "lapack"])
+_OF_VECTORS = frozenset(["gemv", "symv", "hemv"])
+
+
+class _Mode(ctypes.Structure):
+    """``lp_blas_mode``."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 24), ("scheme", library.Scheme * 2), ("unit", _I32 * 2), ("unit_of_few", _I32),
+        ("pad", _I32), ("quantises", _I32), ("is_native", _I32), ("most_k", _I64), ("rounding", library.Quantizer * 2),
+    )  # fmt: skip
+
+
+class Blas(ctypes.Structure):
+    """``lp_blas``."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint64), ("casts", _I32), ("threads", _I32), ("units", ctypes.c_int64),
+        ("rules", _I32 * 16), ("modes", _Mode * 6),
+    )  # fmt: skip
+
+
+class Count(ctypes.Structure):
+    """``lp_blas_count``."""
+
+    _fields_ = (
+        *((name, _I64) for name in ("calls", "multiplications", "m", "n", "k")),
+        *((name, _I32) for name in ("routine", "reason", "mode")),
+        ("letter", ctypes.c_char), ("caller", ctypes.c_char * 91),
+    )  # fmt: skip
+
+
+#: The mode of a routine; None: that of the BLAS.
+Rule: TypeAlias = Callable[[str], "Mode | None"]
+
+
+def rule_of(mode: Mode) -> Rule:
+    """Return the rule of all routines in a mode: products of vectors, and those inside solvers, are exempt."""
+    of_vectors = MathMode.BF16 if row(mode).quantizes else mode
+
+    def rule(routine: str) -> Mode | None:
+        if routine in _KEPT:
+            return None
+        return of_vectors if routine in _OF_VECTORS else mode
+
+    return rule
+
+
+def described(rule: Rule, casts: bool) -> Blas:
+    """Return the rules for C.
+
+    Raises
+    ------
+    UnsupportedError
+        The system or the library has no entry points of the BLAS, or a product of a mode is no single call of a kernel.
+    """
+    if sys.platform != "linux":
+        raise UnsupportedError(f"the BLAS calls of a program are not taken on {platform.system()}")
+    if library.library() is None:
+        raise UnsupportedError(library.unavailable_reason() or "")
+    functions = library.functions()
+    found = Blas(
+        functions.version(), casts=casts, threads=threads.num_threads(), units=functions.units(), rules=(_NO_MODE,) * 16
+    )
+    numbers: dict[Mode, int] = {}
+    for i, routine in enumerate(ROUTINES):
+        mode = rule(routine)
+        if mode is None:
+            continue
+        if mode not in numbers:
+            numbers[mode] = len(numbers)
+            if len(numbers) > len(found.modes):
+                raise UnsupportedError(f"the BLAS calls of a program have at most {len(found.modes)} modes")
+            _describe(found.modes[numbers[mode]], mode)
+        found.rules[i] = numbers[mode]
+    return found
+
+
+def preloaded(mode: Mode) -> tuple[str, str]:
+    """Return the path of the library to preload, and the rules of a mode as the text of ``LOWPREC_BLAS``."""
+    rules = described(rule_of(mode), casts=True)
+    return library.path(), bytes(rules).hex()
+
+
+def _describe(to: _Mode, mode: Mode) -> None:
+    """Set the units, schemes and rounding of products of both element types; unit -1 if the mode does not act on it."""
+    to.name = str(mode).encode()[:23]
+    to.most_k = _ANY_K
+    to.is_native = row(mode).acts(DType.FLOAT64)
+    to.unit_of_few = _unit_of(_plan(MathMode.FP32, DType.FLOAT32))
+    for number, dtype in enumerate((DType.FLOAT32, DType.COMPLEX64)):
+        to.unit[number] = _NO_MODE
+        if row(mode).acts(dtype):
+            _describe_type(to, number, mode, dtype)
+
+
+def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
+    plan = _plan(mode, dtype)
+    if plan.quantized is not None:
+        if plan.quantized.k_piece:
+            raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which sums k in pieces")
+        to.quantises = True
+        for i, rule in enumerate(plan.quantized.rules):
+            assert rule is not None
+            quantizing.add_rule(to.rounding[i], rule, dtype)
+            to.rounding[i].codes = plan.kernel_row.summation is Summation.BLOCKS
+            if rule.number_format is None:
+                to.most_k = MAX_K_INT8
+        plan = plan.quantized.inner
+    if not plan.kernel_row.packs:
+        raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which has no compiled kernel")
+    to.unit[number] = _unit_of(plan)
+    to.scheme[number] = products.scheme_of(plan)
+
+
+def _plan(mode: Mode, dtype: DType) -> GemmPlan:
+    operand = OperandSpec.contiguous(dtype, _SHAPE)
+    return plan_gemm(GemmProblem(operand, operand), capabilities(CPU), mode)
+
+
+def _unit_of(plan: GemmPlan) -> int:
+    return library.UNITS.index(plan.kernel_row.requires or "")
+
+
+# -- scopes of this process -----------------------------------------------------------------------
+
+
+@functools.cache
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(ctypes.CDLL(library.path()), f"lp_blas_{name}")
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+def install(is_on: bool) -> None:
+    """Let calls of the BLAS in all loaded libraries, and in those loaded later, reach the scopes; or no longer."""
+    library.pass_blas = _function("pass", _I32, _I32) if is_on else None
+    _function("install", None, _I32)(is_on)
+
+
+class Scope:
+    """A scope for the thread that enters it and those that it starts, or for all threads without one."""
+
+    def __init__(self, rules: Blas) -> None:
+        self.rules = rules
+        self.address: int | None = _function("create", _POINTER, _POINTER)(ctypes.byref(rules))
+        if self.address is None:
+            raise MemoryError("there is no memory for a scope")
+
+    def __del__(self) -> None:
+        _function("free", None, _POINTER)(self.address)
+
+    def enter(self, all_threads: bool) -> None:
+        if _function("enter", _I32, _POINTER, _I32)(self.address, all_threads):
+            raise MemoryError("there is no memory for a scope")
+
+    def leave(self) -> None:
+        _function("leave", None, _POINTER)(self.address)
+
+    def is_innermost(self) -> bool:
+        return bool(_function("scope", _POINTER)() == self.address)
+
+
+def take_counts(scope: Scope | None) -> list[Count]:
+    """Return the products since the last call; None: those of threads without a scope."""
+    rows = (Count * _MOST_ROWS)()
+    address = None if scope is None else scope.address
+    size = _function("counts", _I64, _POINTER, _POINTER)(address, rows)
+    return rows[:size]
+
+
+def routine(number: int) -> str:
+    name: bytes = _function("name", ctypes.c_char_p, _I32)(number)
+    return name.decode()

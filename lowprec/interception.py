@@ -1,0 +1,140 @@
+"""``intercept``: the products of every loaded library in a mode, by the interceptions of the single libraries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from lowprec.core.interception import Interception, Modes
+from lowprec.core.interception_report import InterceptionReport
+from lowprec.errors import SettingError, UnsupportedError, quoted
+from lowprec.modes import ModeLike
+from lowprec.policy.entries import Entry
+
+LIBRARIES = ("torch", "jax", "numpy")
+
+
+class intercept(Interception):
+    """Compute the products of PyTorch, JAX and NumPy programs by lowprec, in a block.
+
+    The pages of :class:`lowprec.torch.intercept`, :class:`lowprec.jax.intercept` and :class:`lowprec.numpy.intercept`,
+    which are the same for one library, name the products and the reach of the block.
+
+    Parameters
+    ----------
+    math_mode : str, MathMode, Recipe, or mapping
+        Mode of the products, or modes of PyTorch's layers. With these, the products of JAX and NumPy have the mode of a
+        product without a layer: that of ``"*"``.
+    libraries : list of str, optional
+        The libraries, such as ``["torch"]``; by default those that are loaded at the entry and that lowprec can
+        intercept on this system; the report names the others.
+    statistics, attention, step
+        As in :class:`lowprec.torch.intercept`.
+    cast : bool
+        As in :class:`lowprec.numpy.intercept`.
+
+    Raises
+    ------
+    ModeError
+        A mode is unknown.
+    SettingError
+        A name in ``libraries`` is unknown.
+    UnsupportedError
+        At the entry: a library of these cannot be intercepted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> x = np.full((4, 4), 1 + 2.0**-12, np.float32)
+    >>> with lowprec.intercept("bf16") as seen:
+    ...     float((x @ x.copy())[0, 0])
+    4.0
+    >>> {p.mode for p in seen.report().taken}
+    {'bf16'}
+    """
+
+    def __init__(
+        self,
+        math_mode: Modes,
+        libraries: Iterable[str] | None = None,
+        *,
+        statistics: bool = False,
+        attention: bool = False,
+        step: int = 0,
+        cast: bool = False,
+    ) -> None:
+        self._names = _checked(libraries)
+        super().__init__(math_mode, statistics)
+        self._given = math_mode
+        self._options: dict[str, Any] = {"statistics": statistics, "attention": attention, "step": step, "cast": cast}
+        self._parts: dict[str, Interception] = {}
+
+    def step(self) -> None:
+        """Begin the next training step, as :meth:`lowprec.torch.intercept.step` does."""
+        self._options["step"] += 1
+        torch: Any = self._parts.get("torch")
+        if torch is not None:
+            torch.step()
+
+    def _begin(self, entry: Entry) -> None:
+        self._watch = None
+        entry.key = []
+        for name in self._names or [name for name in LIBRARIES if name in sys.modules]:
+            try:
+                part = self._parts.get(name) or of_library(name, self._given, self.mode_of(()), **self._options)
+                self._parts[name] = part
+                part.__enter__()
+            except UnsupportedError as error:
+                if self._names is not None:
+                    raise
+                self.ledger.notes[f"{name}'s products are its own: {error}"] = None
+            else:
+                entry.key.append((part, part._current.get()))
+
+    @staticmethod
+    def _end(entry: Entry) -> list[str]:
+        for part, inner in reversed(entry.key or ()):
+            part._leave(inner, part._open)
+        return []
+
+    def report(self) -> InterceptionReport:
+        """Return the products so far, with the reason for each that its library computed."""
+        reports = [part.report() for part in self._parts.values()]
+        seen = [report for report in reports if report.products] or reports
+        products = [product for report in seen for product in report.products]
+        products.sort(key=lambda product: -product.multiplications)
+        remarks = [remark for report in seen for remark in report.remarks]
+        return InterceptionReport(repr(self), tuple(products), (*self.ledger.notes, *remarks), 1, self.statistics)
+
+    def __repr__(self) -> str:
+        chosen = "" if self._names is None else f", {list(self._names)}"
+        return f"lowprec.intercept({self._text}{chosen})"
+
+
+def _checked(libraries: Iterable[str] | None) -> tuple[str, ...] | None:
+    if libraries is None:
+        return None
+    names = tuple(libraries)
+    for name in names:
+        if name not in LIBRARIES:
+            raise SettingError(f"libraries: choose among {', '.join(LIBRARIES)}, got {quoted(name)}")
+    return names
+
+
+def of_library(name: str, modes: Modes, mode: ModeLike | None, *, cast: bool = False, **of_torch: Any) -> Interception:
+    """Return the interception of one library; ``mode`` is that of the libraries without layers."""
+    if name == "torch":
+        from lowprec.torch.interception import intercept as torch
+
+        return torch(modes, **of_torch)
+    if mode is None:
+        raise UnsupportedError('no mode for products without a layer; add "*" to the modes')
+    if name == "jax":
+        from lowprec.jax.interception import intercept as jax
+
+        return jax(mode)
+    from lowprec.numpy import intercept as numpy
+
+    return numpy(mode, cast=cast)
