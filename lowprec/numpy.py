@@ -13,7 +13,7 @@ from typing import Any
 from lowprec import policy
 from lowprec.core import blas
 from lowprec.core.interception import Interception, Modes
-from lowprec.core.interception_report import InterceptionReport, PassedBy, Row
+from lowprec.core.interception_report import InterceptionReport, LedgerRow, PassedBy
 from lowprec.errors import ModeError
 from lowprec.modes import Mode
 from lowprec.policy import entries
@@ -126,11 +126,13 @@ class intercept(Interception):
         for x in blas.take_counts(scope):
             reason = _REASONS[x.reason]
             mode = "" if reason else scope.rules.modes[x.mode].name.decode()
-            row = Row(x.caller.decode(), blas.routine(x.routine), _TYPES[x.letter], mode=mode, passed_by=reason)
+            row = LedgerRow(x.caller.decode(), blas.routine(x.routine), _TYPES[x.letter], mode=mode, passed_by=reason)
             shapes = ((x.m, x.k), (x.k, x.n)) if x.m else ()
             self.ledger.add_sum(row, x.calls, x.multiplications, x.m * x.n * x.k, shapes)
         for x in blas.take_counts(None):
-            self.ledger.mention(Row("", blas.routine(x.routine), _TYPES[x.letter], passed_by=PassedBy.OTHER_THREAD))
+            self.ledger.mention(
+                LedgerRow("", blas.routine(x.routine), _TYPES[x.letter], passed_by=PassedBy.OTHER_THREAD)
+            )
 
     def _adapt(self, block: Entry) -> None:
         """Let a scope follow the policy of this thread, if it is the innermost one."""

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lowprec import contractions, plotting
-from lowprec.amp.casting import Operands, by_list, has_type, is_operand
+from lowprec.amp.casting import CastArguments, by_list, has_type, is_operand
 from lowprec.amp.policy import Policy, as_policy
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
@@ -186,7 +186,7 @@ class AutocastNamespace:
                 outs = args[inputs:]
                 args = args[:inputs]
                 kwargs["out"] = outs if len(outs) > 1 else outs[0]
-            operands = Operands(args, kwargs)
+            operands = CastArguments(args, kwargs)
             if which is not None:
                 operands = by_list(policy.compute, which, args, kwargs, whole)
             with operands.scope():
@@ -202,14 +202,14 @@ class AutocastNamespace:
         return functools.update_wrapper(call, function, assigned=("__name__", "__doc__"), updated=())
 
 
-def _are_multiplied(name: str, operands: Operands) -> bool:
+def _are_multiplied(name: str, operands: CastArguments) -> bool:
     """Whether lowprec computes the product; for arguments of other kinds it raises the error."""
     if name == "linear" and (len(operands.args) < 2 or operands.args[1].ndim != 2):
         return False  # PyTorch accepts keywords of its own, and a vector
     return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
 
 
-def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
+def _multiplied(xp: Any, name: str, operands: CastArguments) -> Any:
     args = operands.args
     kwargs = dict(operands.kwargs)
     if "dims" in kwargs:  # PyTorch's word

@@ -23,7 +23,7 @@ _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.
 
 
 @dataclass(frozen=True)
-class Operands:
+class CastArguments:
     """The arguments of a call, cast or not."""
 
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Operands:
         return math_mode(self.mode)
 
 
-def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
+def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> CastArguments:
     """Return the operands in the type that a list ("allow", "deny", "infer") requires.
 
     Floats narrower than 64 bits are cast, also in lists and tuples, but not ``out``. ``compute`` is the policy's type
@@ -59,11 +59,11 @@ def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, A
     return operands
 
 
-def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands:
+def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CastArguments:
     """Return the operands in the widest of their types."""
     names = _dtypes(args, kwargs).intersection(FLOATS)
     if len(names) < 2:
-        return Operands(args, kwargs)
+        return CastArguments(args, kwargs)
     if names >= {"bfloat16", "float16"}:
         names.add("float32")
     return _cast_all(args, kwargs, min(names, key=FLOATS.index), wide=True)
@@ -78,7 +78,7 @@ def _dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
     return names
 
 
-def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> Operands:
+def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> CastArguments:
     changed = False
 
     def one(x: Any) -> Any:
@@ -93,8 +93,8 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: b
     args = tuple(map(one, args))
     kwargs = {name: x if name == "out" else one(x) for name, x in kwargs.items()}
     if not changed:
-        return Operands(args, kwargs)
-    return Operands(args, kwargs, to)
+        return CastArguments(args, kwargs)
+    return CastArguments(args, kwargs, to)
 
 
 def is_operand(x: Any) -> bool:

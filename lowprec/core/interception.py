@@ -17,7 +17,7 @@ from typing import Any
 from lowprec.core.interception_report import InterceptionReport, Ledger
 from lowprec.errors import ModeError
 from lowprec.modes import Mode, ModeLike, parse_mode
-from lowprec.policy.decorators import Scope
+from lowprec.policy.decorators import ContextScope
 from lowprec.policy.entries import Entry, innermost
 from lowprec.util.lock import lock
 
@@ -25,7 +25,7 @@ from lowprec.util.lock import lock
 Modes = ModeLike | Mapping[Any, ModeLike]
 
 
-class Interception(Scope):
+class Interception(ContextScope):
     """An interception of one library; it may be entered several times, in several threads."""
 
     _module: str  # the library

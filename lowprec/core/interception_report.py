@@ -84,7 +84,7 @@ class Statistics(NamedTuple):
         return Statistics(a, b, max(self.error, other.error))
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     """The properties by which a ledger sums products."""
 
     layer: str
@@ -259,18 +259,18 @@ class _Sum:
 
 
 class Ledger:
-    """Sums of products by :class:`Row`, of all threads and forked processes."""
+    """Sums of products by :class:`LedgerRow`, of all threads and forked processes."""
 
     def __init__(self) -> None:
         # By thread, so that no lock is needed.
-        self._sums: dict[tuple[int, Row], _Sum] = {}
+        self._sums: dict[tuple[int, LedgerRow], _Sum] = {}
         self.folder: Path | None = None  # of the sums of other processes
         self.notes: dict[str, None] = {}
         self.collect: Callable[[], None] = lambda: None  # adds sums that C counted
         self.records_gradients = False
 
     def add(
-        self, row: Row, multiplications: int, shapes: Callable[[], Shapes], statistics: Statistics | None = None
+        self, row: LedgerRow, multiplications: int, shapes: Callable[[], Shapes], statistics: Statistics | None = None
     ) -> None:
         key = get_ident(), row
         found = self._sums.get(key)
@@ -286,7 +286,7 @@ class Ledger:
         if statistics is not None:
             found.statistics = found.statistics.largest(statistics)
 
-    def add_sum(self, row: Row, count: int, multiplications: int, largest: int, shapes: Shapes) -> None:
+    def add_sum(self, row: LedgerRow, count: int, multiplications: int, largest: int, shapes: Shapes) -> None:
         """Add several products of which ``largest`` is the number of multiplications of the largest one."""
         added = _Sum()
         added.count = count
@@ -295,7 +295,7 @@ class Ledger:
         added.shapes = shapes
         self._sums.setdefault((get_ident(), row), _Sum()).add(added)
 
-    def mention(self, row: Row) -> None:
+    def mention(self, row: LedgerRow) -> None:
         """Add a row without counts."""
         self._sums.setdefault((0, row), _Sum())
 
@@ -325,8 +325,8 @@ class Ledger:
             path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
             path.with_suffix(".new").rename(path.with_suffix(".sums"))
 
-    def _summed(self) -> dict[Row, _Sum]:
-        found: dict[Row, _Sum] = {}
+    def _summed(self) -> dict[LedgerRow, _Sum]:
+        found: dict[LedgerRow, _Sum] = {}
         for (_, row), each in self._sums.copy().items():
             found.setdefault(row, _Sum()).add(each)
         return found

@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from lowprec import policy
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import PassedBy, Row
+from lowprec.core.interception_report import LedgerRow, PassedBy
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
 from lowprec.jax.lowering import multiply
@@ -98,11 +98,11 @@ _outside.__enter__()
 _outside.__exit__(None, None, None)
 
 
-class _Thread(threading.local):
+class _LoweringThread(threading.local):
     is_busy = False  # while a product's own operations are lowered
 
 
-_thread = _Thread()
+_thread = _LoweringThread()
 
 
 @functools.cache
@@ -156,6 +156,6 @@ def _lower_other(own: Callable[..., Any], platform: str | None, ctx: Any, *opera
 
 def _count(ctx: Any, operator: str, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
-    found = Row("", operator, ctx.avals_in[0].dtype.name, False, mode, reason)
+    found = LedgerRow("", operator, ctx.avals_in[0].dtype.name, False, mode, reason)
     if (block := intercept._innermost()) is not None:
         block.scope.ledger.add(found, 0, lambda: shapes)

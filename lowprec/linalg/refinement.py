@@ -16,7 +16,7 @@ import numpy as np
 from lowprec.core.dispatch import matmul
 from lowprec.linalg import factors
 from lowprec.linalg.factors import norms
-from lowprec.linalg.results import Reason
+from lowprec.linalg.results import SolveReason
 from lowprec.modes import Mode
 
 MAX_STEPS = 50  # applications of the factor to a right-hand side, in classical refinement and in GMRES
@@ -101,11 +101,11 @@ class System:
         ops, a = self._ops, self._a
         rows, columns, self._given_norm = ops.magnitudes(a)
         if not np.isfinite(rows.max()):
-            raise Unsolved(Reason.NOT_FINITE)
+            raise Unsolved(SolveReason.NOT_FINITE)
         if self._is_positive:
             rows = ops.to_host(a.diagonal()).real
         if not min(rows.min(), columns.min()) > 0:
-            raise Unsolved(Reason.BREAKDOWN)
+            raise Unsolved(SolveReason.BREAKDOWN)
         if self._is_positive:
             _, exponents = np.frexp(rows)
             left = right = np.ldexp(1.0, -(exponents >> 1)).astype(self._real)
@@ -128,7 +128,7 @@ class System:
         try:
             self._solve = factors.factor(work, self._ops, mode, is_positive=self._is_positive)
         except np.linalg.LinAlgError:
-            raise Unsolved(Reason.BREAKDOWN) from None
+            raise Unsolved(SolveReason.BREAKDOWN) from None
 
     def correction(self, r: Any) -> Any:
         """Return the solution for right-hand sides in the precision of the factor."""
@@ -157,7 +157,7 @@ class System:
         inverse = norms(columns[:, -_PROBES:])
         condition = self._norm * float(np.sqrt(np.mean(inverse**2)))
         if not (condition * self._unit < 1 and np.isfinite(x).all()):  # else singular in the working precision
-            raise Unsolved(Reason.BREAKDOWN)
+            raise Unsolved(SolveReason.BREAKDOWN)
         return x, condition
 
 
@@ -187,10 +187,10 @@ class Refinement:
             for j in slow:
                 self._run_gmres(slice(j, j + 1))
         if not (self._errors <= 1).all():
-            raise Unsolved(Reason.NO_CONVERGENCE)
+            raise Unsolved(SolveReason.NO_CONVERGENCE)
         x = self._x * self._system.right / self._power
         if not np.isfinite(x).all():
-            raise Unsolved(Reason.NOT_FINITE)
+            raise Unsolved(SolveReason.NOT_FINITE)
         return x
 
     def _run_gmres(self, column: slice) -> None:

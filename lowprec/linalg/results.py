@@ -12,7 +12,7 @@ from lowprec.util.plain import StrEnum
 from lowprec.util.tables import Table
 
 
-class Reason(StrEnum):
+class SolveReason(StrEnum):
     """The reason for a direct solve or for refinement."""
 
     REQUESTED = "as requested"
@@ -41,7 +41,7 @@ class SolveReport(Report):
     """
 
     method: str  # "refine" if any system was solved by it, else "direct"
-    reason: Reason  # for the method, or for the first fallback to a direct solve
+    reason: SolveReason  # for the method, or for the first fallback to a direct solve
     factor_mode: Mode | None  # mode of the updates of the factor in lower precision
     systems: int  # number of systems in the broadcast stack
     fallbacks: int  # number of systems for refinement that were solved directly

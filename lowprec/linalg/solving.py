@@ -20,7 +20,7 @@ from lowprec.errors import ArrayError, SettingError, ShapeError, UnsupportedErro
 from lowprec.linalg.factors import Operations
 from lowprec.linalg.functions import Operands, find, operands
 from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors
-from lowprec.linalg.results import Reason, SolveReport
+from lowprec.linalg.results import SolveReason, SolveReport
 from lowprec.modes import Mode, parse_mode, row
 from lowprec.policy import fp32_guard, is_guarded, math_mode
 from lowprec.util.strides import Shape
@@ -93,7 +93,7 @@ class _Solve:
         self._columns = 1 if self._is_vector else b.shape[-1]
         #: Conversions from and to the library of the operands.
         self._library = Operations(a)
-        self._reason = Reason.REQUESTED
+        self._reason = SolveReason.REQUESTED
         self._factor_mode = mode
         self._seconds: dict[str, float] = {}
         self._refined: list[Refinement] = []
@@ -114,11 +114,11 @@ class _Solve:
                 x = x[..., 0]
             x = self._library.from_host(x)
         error = nan
-        if full_output and reason is not Reason.NOT_READABLE:
+        if full_output and reason is not SolveReason.NOT_READABLE:
             error = self._error(x)
         return self._given.handed_back(x), self._report(error)
 
-    def _read(self) -> Reason | None:
+    def _read(self) -> SolveReason | None:
         """Inspect the operands; return the reason for a direct solve, or None."""
         views = {}
         for name, x in zip("ab", self._given.arrays, strict=True):
@@ -126,7 +126,7 @@ class _Solve:
                 views[name] = library_of(x).view(x)
             except ArrayError as error:
                 if self._method != "refine":
-                    return Reason.NOT_READABLE
+                    return SolveReason.NOT_READABLE
                 error.argument = name
                 raise
         check_devices(views)
@@ -142,26 +142,26 @@ class _Solve:
         self._b = np.broadcast_to(self._ops.to_host(b), (*self._batch, self._n, self._columns))
         return self._reason_against_refinement()
 
-    def _reason_against_refinement(self) -> Reason | None:
+    def _reason_against_refinement(self) -> SolveReason | None:
         if self._method == "direct":
-            return Reason.REQUESTED
+            return SolveReason.REQUESTED
         if is_guarded():
-            return Reason.GUARDED
+            return SolveReason.GUARDED
         if not self._b.size:
-            return Reason.EMPTY
+            return SolveReason.EMPTY
         if self._ops.is_numpy and not find_spec("scipy"):
             if self._method == "refine":
-                raise UnsupportedError(f"refinement {Reason.NO_LAPACK}; install it (pip install scipy)")
-            return Reason.NO_LAPACK
+                raise UnsupportedError(f"refinement {SolveReason.NO_LAPACK}; install it (pip install scipy)")
+            return SolveReason.NO_LAPACK
         is_auto = self._method == "auto"
         if is_auto and self._n < _SMALLEST:
-            return Reason.NOT_FASTER
+            return SolveReason.NOT_FASTER
         self._candidates = self._modes()
         if is_auto:
-            self._reason = Reason.FASTER
+            self._reason = SolveReason.FASTER
             _, cost, _ = self._candidates[0]
             if not self._is_faster(cost):
-                return Reason.NOT_FASTER
+                return SolveReason.NOT_FASTER
         return None
 
     def _costs(self, dtype: str) -> dict[Mode, tuple[float, float]]:
@@ -229,7 +229,7 @@ class _Solve:
 
     def _refine(self, a: Any, b: Any) -> Any:
         if not np.isfinite(b).all():
-            raise Unsolved(Reason.NOT_FINITE)
+            raise Unsolved(SolveReason.NOT_FINITE)
         with self._timed("scaling"):
             system = System(a, b.dtype, self._ops, is_positive=self._is_positive)
         last, _, _ = self._candidates[-1]

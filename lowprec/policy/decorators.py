@@ -19,10 +19,10 @@ from lowprec.util.tracing import is_traced
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
-S = TypeVar("S", bound="Scope")
+S = TypeVar("S", bound="ContextScope")
 
 
-class Scope(AbstractContextManager[Any]):
+class ContextScope(AbstractContextManager[Any]):
     """A block for ``with``, and a decorator; threads and tasks may share an instance.
 
     ``__exit__`` closes the instance's innermost entry in this context, or else its last one in another context. An
@@ -33,7 +33,7 @@ class Scope(AbstractContextManager[Any]):
     _current: ContextVar[Entry | None]
     _own: Frame = OUTSIDE
     _libraries: frozenset[str] | None = None
-    _watch: ref[Scope] | None = None
+    _watch: ref[ContextScope] | None = None
 
     def __init__(self, depth: int = 2) -> None:
         """Call :func:`_collected` unless ``_watch`` is dropped before; ``__del__`` would lose interrupts.
@@ -107,7 +107,7 @@ class Scope(AbstractContextManager[Any]):
         return cast(F, decorated(self, function))
 
 
-def _collected(kind: type[Scope], opened: dict[Entry, None], code: CodeType, at: int, _: object) -> None:
+def _collected(kind: type[ContextScope], opened: dict[Entry, None], code: CodeType, at: int, _: object) -> None:
     """Leave a scope's open blocks, and warn at the call that made it."""
     if sys.is_finalizing():
         return
@@ -123,7 +123,7 @@ def _collected(kind: type[Scope], opened: dict[Entry, None], code: CodeType, at:
 _registry: dict[Any, Any] = {}
 
 
-def _plain(scope: Scope, function: Function) -> Function:
+def _plain(scope: ContextScope, function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         with scope:
             return function(*args, **kwargs)
@@ -131,7 +131,7 @@ def _plain(scope: Scope, function: Function) -> Function:
     return call
 
 
-def _coroutine(scope: Scope, function: Function) -> Function:
+def _coroutine(scope: ContextScope, function: Function) -> Function:
     async def call(*args: Any, **kwargs: Any) -> Any:
         with scope:
             return await function(*args, **kwargs)
@@ -139,7 +139,7 @@ def _coroutine(scope: Scope, function: Function) -> Function:
     return call
 
 
-def decorated(scope: Scope, function: Function, plain: Function = _plain) -> Function:
+def decorated(scope: ContextScope, function: Function, plain: Function = _plain) -> Function:
     """Return a function that enters the scope in each call; ``plain`` wraps an ordinary function.
 
     For a coroutine function the scope lasts until the coroutine ends.
@@ -166,11 +166,11 @@ def _call_of(function: Function) -> Any:
     return type(function).__call__
 
 
-def picklable(scope: Scope, function: Function) -> Function:
+def picklable(scope: ContextScope, function: Function) -> Function:
     """Return a function that enters the scope in each call; it can be pickled if ``function`` can."""
     return functools.partial(_call, scope, function)
 
 
-def _call(scope: Scope, function: Function, /, *args: Any, **kwargs: Any) -> Any:
+def _call(scope: ContextScope, function: Function, /, *args: Any, **kwargs: Any) -> Any:
     with scope:
         return function(*args, **kwargs)

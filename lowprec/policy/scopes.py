@@ -18,7 +18,7 @@ from lowprec.errors import SettingError, quoted, warn
 from lowprec.modes import ArchitectureName, MathMode, ModeLike, parse_mode
 from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
-from lowprec.policy.decorators import F, Scope, decorated, picklable
+from lowprec.policy.decorators import ContextScope, F, decorated, picklable
 from lowprec.policy.entries import Entry, Frame, current
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.switches import FLOOR, Hold, acquire, release
@@ -65,7 +65,7 @@ def _selection(frameworks: Frameworks) -> frozenset[str] | None:
     return names
 
 
-class PolicyScope(Scope):
+class PolicyScope(ContextScope):
     """A change of policy."""
 
     _current = current

@@ -58,7 +58,7 @@ def _gelu(x: Tensor) -> Tensor:
     return torch.ops.aten.gelu_.default(x, approximate="tanh" if x.is_cuda else "none")
 
 
-class Product(NamedTuple):
+class AtenProduct(NamedTuple):
     """The terms of an operator, from its arguments, and the numbers of axes of both factors."""
 
     terms: Callable[..., Terms]
@@ -70,14 +70,14 @@ _FUNCTIONAL = ("", ".out")
 _ALL = ("", "_", ".out")
 #: By operator name. ``matmul``, ``linear``, ``mv``, ``addbmm``, ``einsum``, ``cdist`` and others are made of these.
 PRODUCTS = {
-    "mm": Product(Terms, (2, 2), _FUNCTIONAL),
-    "bmm": Product(Terms, (3, 3), _FUNCTIONAL),
-    "dot": Product(Terms, (1, 1), ("",)),
-    "vdot": Product(lambda a, b: Terms(a.conj(), b), (1, 1), ("",)),
-    "addmm": Product(_added, (2, 2), _ALL),
-    "baddbmm": Product(_added, (3, 3), _ALL),
-    "addmv": Product(_added, (2, 1), _ALL),
-    "_addmm_activation": Product(_activated, (2, 2), _FUNCTIONAL),
+    "mm": AtenProduct(Terms, (2, 2), _FUNCTIONAL),
+    "bmm": AtenProduct(Terms, (3, 3), _FUNCTIONAL),
+    "dot": AtenProduct(Terms, (1, 1), ("",)),
+    "vdot": AtenProduct(lambda a, b: Terms(a.conj(), b), (1, 1), ("",)),
+    "addmm": AtenProduct(_added, (2, 2), _ALL),
+    "baddbmm": AtenProduct(_added, (3, 3), _ALL),
+    "addmv": AtenProduct(_added, (2, 1), _ALL),
+    "_addmm_activation": AtenProduct(_activated, (2, 2), _FUNCTIONAL),
 }
 
 #: Name prefixes of operators that multiply internally and are left to PyTorch, in the namespaces below.
@@ -115,7 +115,7 @@ class Kernel(NamedTuple):
     operator: str  # with its namespace and overload
     key: str  # of the dispatcher
     name: str  # without namespace, overload, and the underscore of in-place operators
-    product: Product | None = None
+    product: AtenProduct | None = None
     in_place: bool = False  # the first argument receives the result
     passed_by: PassedBy | None = None
 

@@ -17,13 +17,13 @@ from lowprec.policy import entries
 from lowprec.recipes import Recipe
 
 
-class _Thread(threading.local):
+class _ModeOfThread(threading.local):
     def __init__(self) -> None:
         # PyTorch 2.11's compiler would read a class attribute instead of the thread's value.
         self.mode = ""
 
 
-thread = _Thread()
+thread = _ModeOfThread()
 #: Outside of all scopes.
 default: str = "fp32"
 

@@ -23,11 +23,11 @@ from lowprec.core import dispatch
 from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
 from lowprec.core.interception import Interception, Modes
-from lowprec.core.interception_report import PassedBy, Row, Statistics
+from lowprec.core.interception_report import LedgerRow, PassedBy, Statistics
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.modes import Mode, Recipe, ResolvedMode, row
-from lowprec.policy.decorators import Scope
-from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, Kernel, Product, Terms, kernels
+from lowprec.policy.decorators import ContextScope
+from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, AtenProduct, Kernel, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
 from lowprec.torch.passes import mode_of_product
 from lowprec.torch.registration import Function, count_idle_call, register, share_contexts, untraced
@@ -103,7 +103,7 @@ class intercept(Interception):
 
     def _remarks(self) -> list[str]:
         if "torch._inductor.package.package" in sys.modules:
-            self.ledger.mention(Row("", "AOTInductor", "", passed_by=PassedBy.NOT_VISIBLE))
+            self.ledger.mention(LedgerRow("", "AOTInductor", "", passed_by=PassedBy.NOT_VISIBLE))
         compiler = sys.modules.get("torch._dynamo.utils")
         if compiler is None or not compiler.counters["frames"]["ok"]:
             return []
@@ -115,8 +115,8 @@ class intercept(Interception):
         return [text]
 
 
-untraced(Scope.__enter__)
-untraced(Scope.__exit__)
+untraced(ContextScope.__enter__)
+untraced(ContextScope.__exit__)
 
 
 def _current() -> Found | None:
@@ -160,7 +160,7 @@ def _replacement(kernel: Kernel, own: Function) -> Function:
         found = _current()
         if found is None:
             for block in blocks:
-                block.scope.ledger.add(Row("", kernel.name, "", passed_by=PassedBy.OTHER_THREAD), 0, tuple)
+                block.scope.ledger.add(LedgerRow("", kernel.name, "", passed_by=PassedBy.OTHER_THREAD), 0, tuple)
             return own(keyset, *args, **kwargs)
         if _function_modes() or not _PLAIN.issuperset(map(type, args)):
             # Attributes of tensors would call the functions of modes and subclasses.
@@ -171,7 +171,7 @@ def _replacement(kernel: Kernel, own: Function) -> Function:
     return call
 
 
-def _replaced(kernel: Kernel, product: Product, own: Function) -> Function:
+def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
     def compute(found: Found, keyset: Any, args: Any, kwargs: Any) -> Any:
         scope, context = found
         given = dict(kwargs)
@@ -376,7 +376,7 @@ def _count(
         dtype = str(tensors[0].dtype).removeprefix("torch.")
     backward = _is_backward()
     gradient = product if backward and layer and statistics else ""
-    found = Row(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
+    found = LedgerRow(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
     ledger.add(found, multiplications, lambda: tuple(tuple(x.shape) for x in tensors[:2]), statistics)
 
 

@@ -17,7 +17,7 @@ from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import linalg
 from lowprec.linalg import factors, refinement, solving
-from lowprec.linalg.results import Reason
+from lowprec.linalg.results import SolveReason
 from lowprec.policy import environment
 
 DTYPES = ("float64", "float32", "complex128", "complex64")
@@ -147,7 +147,7 @@ def test_gmres_converges_where_classical_refinement_does_not(rng, monkeypatch):
     assert 0 < report.gmres_steps <= refinement.MAX_STEPS
     monkeypatch.setattr(refinement, "_GMRES_COLUMNS", 1)
     report = check(a, b, factor_mode="tf32")
-    assert (report.method, report.reason) == ("direct", Reason.NO_CONVERGENCE)
+    assert (report.method, report.reason) == ("direct", SolveReason.NO_CONVERGENCE)
 
 
 def test_condition_is_that_of_the_frobenius_norm(rng):
@@ -197,7 +197,7 @@ def test_small_rows_have_to_converge_too(rng):
     a[0, 0] = 1e200
     a[1:, 1:] = conditioned(rng, 200, 1e15, "float64")
     report = check(a, np.concatenate([[1e200], normal(rng, (200,), "float64")]))
-    assert (report.method, report.reason) == ("direct", Reason.NO_CONVERGENCE)
+    assert (report.method, report.reason) == ("direct", SolveReason.NO_CONVERGENCE)
 
 
 # -- stacks, views, libraries ---------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_a_guard_is_direct(method, how, variables, rng):
         with lowprec.fp32_guard():
             x, report = linalg.solve(a, b, method=method, factor_mode="bf16", full_output=True)
     np.testing.assert_array_equal(x, np.linalg.solve(a, b))
-    assert (report.method, report.reason, report.factor_mode) == ("direct", Reason.GUARDED, None)
+    assert (report.method, report.reason, report.factor_mode) == ("direct", SolveReason.GUARDED, None)
 
 
 SINGULAR = {
@@ -342,7 +342,7 @@ def test_singular_matrices_are_the_librarys_affair(name, xp):
         if xp.name == "jax":
             x, report = linalg.solve(xp.asarray(stack), xp.asarray(b), method="refine", full_output=True)
             assert not np.isfinite(xp.to_numpy(x)[..., :, :]).all()
-            assert (report.fallbacks, report.reason) == (1, Reason.BREAKDOWN)
+            assert (report.fallbacks, report.reason) == (1, SolveReason.BREAKDOWN)
             continue
         errors = xp.torch.linalg.LinAlgError if xp.name == "torch" else np.linalg.LinAlgError
         with pytest.raises(errors, match="ingular"):
@@ -367,20 +367,20 @@ def test_numbers_that_are_not_finite(value, where, xp, rng):
     want = linalg.solve(xp.asarray(a), xp.asarray(b))
     x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="refine", full_output=True)
     np.testing.assert_array_equal(xp.to_numpy(x), xp.to_numpy(want))
-    assert (report.method, report.reason, report.fallbacks) == ("direct", Reason.NOT_FINITE, 1)
+    assert (report.method, report.reason, report.fallbacks) == ("direct", SolveReason.NOT_FINITE, 1)
 
 
 def test_a_matrix_that_is_not_positive_definite(rng):
     a = normal(rng, (60, 60), "float64")
     report = check(a + a.T, normal(rng, (60,), "float64"), assume="pos")
-    assert (report.method, report.reason, report.fallbacks) == ("direct", Reason.BREAKDOWN, 1)
+    assert (report.method, report.reason, report.fallbacks) == ("direct", SolveReason.BREAKDOWN, 1)
 
 
 def test_a_stack_of_both_kinds(rng):
     a = np.stack([conditioned(rng, 200, 10.0, "float64"), conditioned(rng, 200, 1e15, "float64")])
     report = check(a, normal(rng, (200, 1), "float64"))
     assert (report.method, report.systems, report.fallbacks) == ("refine", 2, 1)
-    assert report.reason is Reason.NO_CONVERGENCE
+    assert report.reason is SolveReason.NO_CONVERGENCE
     assert "2, of which 1 solved directly after all" in str(report)
 
 
@@ -388,7 +388,7 @@ def test_a_stack_of_both_kinds(rng):
 def test_nothing_to_solve(of_a, of_b):
     x, report = linalg.solve(np.broadcast_to(np.eye(of_a[-1]), of_a), np.ones(of_b), method="refine", full_output=True)
     assert x.size == 0
-    assert (report.method, report.reason) == ("direct", Reason.EMPTY)
+    assert (report.method, report.reason) == ("direct", SolveReason.EMPTY)
 
 
 # -- auto -----------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_small_systems_are_direct(xp, rng):
     a, b = normal(rng, (30, 30), "float64"), normal(rng, (30, 2), "float64")
     x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="auto", full_output=True)
     np.testing.assert_array_equal(xp.to_numpy(x), xp.to_numpy(linalg.solve(xp.asarray(a), xp.asarray(b))))
-    assert (report.method, report.reason) == ("direct", Reason.NOT_FASTER)
+    assert (report.method, report.reason) == ("direct", SolveReason.NOT_FASTER)
 
 
 def test_large_systems_are_refined():
@@ -420,7 +420,7 @@ def test_auto_refines_where_it_is_faster(rng, monkeypatch):
     monkeypatch.setattr(solving, "_SMALLEST", 0)
     a, b = normal(rng, (100, 100), "float64"), normal(rng, (100,), "float64")
     x, report = linalg.solve(a, b, method="auto", full_output=True)
-    assert (report.method, report.reason) == ("refine", Reason.FASTER)
+    assert (report.method, report.reason) == ("refine", SolveReason.FASTER)
     assert backward_error(a, x, b) <= max(unit("float64"), backward_error(a, np.linalg.solve(a, b), b))
 
 
@@ -430,7 +430,7 @@ def test_without_scipy(rng, monkeypatch):
     with pytest.raises(lowprec.UnsupportedError, match=r"refinement in host memory uses SciPy.*pip install scipy"):
         linalg.solve(a, b, method="refine")
     x, report = linalg.solve(a, b, method="auto", full_output=True)
-    assert (report.method, report.reason) == ("direct", Reason.NO_LAPACK)
+    assert (report.method, report.reason) == ("direct", SolveReason.NO_LAPACK)
     np.testing.assert_array_equal(x, np.linalg.solve(a, b))
 
 
@@ -448,7 +448,7 @@ def test_gradients_and_tracers(torch):
     a = (torch.eye(3, dtype=torch.float64) * 2).requires_grad_()
     b = torch.ones(3, dtype=torch.float64)
     x, report = linalg.solve(a, b, method="auto", full_output=True)
-    assert (report.method, report.reason) == ("direct", Reason.NOT_READABLE)
+    assert (report.method, report.reason) == ("direct", SolveReason.NOT_READABLE)
     assert np.isnan(report.backward_error)
     x.sum().backward()
     np.testing.assert_allclose(a.grad.numpy(), -0.25, rtol=1e-15)
@@ -475,7 +475,7 @@ def test_the_report(rng):
     assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
     x, report = linalg.solve(a, b, full_output=True)
     np.testing.assert_array_equal(x, np.linalg.solve(a, b))
-    assert (report.method, report.reason, report.condition) == ("direct", Reason.REQUESTED, None)
+    assert (report.method, report.reason, report.condition) == ("direct", SolveReason.REQUESTED, None)
     assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
 
 

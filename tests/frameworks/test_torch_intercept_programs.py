@@ -201,11 +201,11 @@ def test_rows_do_not_grow_with_shapes(torch, intercept):
 
 
 def test_ledgers_are_bounded():
-    from lowprec.core.interception_report import _MOST_ROWS, Ledger, Row
+    from lowprec.core.interception_report import _MOST_ROWS, Ledger, LedgerRow
 
     ledger = Ledger()
     for n in range(_MOST_ROWS + 100):
-        ledger.add(Row(f"layer {n}", "mm", "float32", mode="bf16"), 8, lambda: ((2, 2), (2, 2)), None)
+        ledger.add(LedgerRow(f"layer {n}", "mm", "float32", mode="bf16"), 8, lambda: ((2, 2), (2, 2)), None)
     report = ledger.report("", (), False)
     assert len(report.products) == _MOST_ROWS + 1
     assert {p.count for p in report.products if p.layer == "(further layers)"} == {100}

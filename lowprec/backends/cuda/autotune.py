@@ -24,7 +24,7 @@ from lowprec.backends import disk
 from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.compiling import Launch
-from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands, byte_offsets
+from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, LtOperands, byte_offsets
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.runtime import call
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
@@ -43,7 +43,7 @@ def choose(invocation: Invocation, handle: int) -> list[Algorithm]:
 
 
 def tune(
-    invocation: Invocation, handle: int, stream: int, operands: Operands, candidates: int, progress: Progress | None
+    invocation: Invocation, handle: int, stream: int, operands: LtOperands, candidates: int, progress: Progress | None
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product, store the choice on disk, and return all, the chosen one first.
 
@@ -202,7 +202,7 @@ class Measured:
 class Contest:
     """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
 
-    def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]) -> None:
+    def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[LtOperands]) -> None:
         self._invocation = invocation
         self._handle = handle
         self._stream = stream
@@ -276,7 +276,7 @@ _Copy: TypeAlias = tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def rotated(invocation: Invocation, operands: Operands, device: int, stream: int) -> Iterator[Iterator[Operands]]:
+def rotated(invocation: Invocation, operands: LtOperands, device: int, stream: int) -> Iterator[Iterator[LtOperands]]:
     """Yield an iterator over copies of ``operands`` with the same alignment; only D if they exceed cache or memory."""
     read = ["first", "second"]
     if operands.beta:
@@ -304,7 +304,7 @@ def rotated(invocation: Invocation, operands: Operands, device: int, stream: int
             done += more
         starts = [first + i * nbytes for i in range(count)]
 
-        def moved(start: int) -> Operands:
+        def moved(start: int) -> LtOperands:
             pointers = {name: start + pointer for name, (pointer, _, _) in layout.items()}
             if not operands.beta:
                 pointers["c"] = pointers["d"]
@@ -313,14 +313,14 @@ def rotated(invocation: Invocation, operands: Operands, device: int, stream: int
         yield map(moved, itertools.cycle(starts))
 
 
-def _set_layout(invocation: Invocation, operands: Operands, names: list[str]) -> tuple[dict[str, _Copy], int]:
+def _set_layout(invocation: Invocation, operands: LtOperands, names: list[str]) -> tuple[dict[str, _Copy], int]:
     """Return the layout of a set of copies of these operands, and its size."""
     call = invocation.call
     layout = {}
     nbytes = 0
     matrices = (call.first, call.second, call.c or call.d, call.d)
     columns = zip(*byte_offsets(call), strict=True)
-    for name, x, offsets in zip(Operands._fields, matrices, columns, strict=False):
+    for name, x, offsets in zip(LtOperands._fields, matrices, columns, strict=False):
         if name in names:
             last = (x.cols - 1) * x.leading_dimension + x.rows
             last += (call.batch_count - 1) * x.batch_stride

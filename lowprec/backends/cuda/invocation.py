@@ -39,7 +39,7 @@ _FIXED_POINT = {"FIXEDPOINT_MANTISSA_CONTROL": 0, "FIXEDPOINT_MAX_MANTISSA_BIT_C
 OPERATIONS = {"N": 0, "T": 1}
 
 
-class Operands(NamedTuple):
+class LtOperands(NamedTuple):
     """Addresses of a call in cuBLASLt's order (bias and scales: 0 for none), and its factors."""
 
     first: int
@@ -105,7 +105,7 @@ class Invocation:
         call: CublasLtCall,
         alignment_bytes: int,
         workspace_bytes: int,
-        operands: Operands,
+        operands: LtOperands,
         choose: Callable[[Invocation], Sequence[Algorithm]],
         product: str,
     ) -> None:
@@ -142,7 +142,7 @@ class Invocation:
         with bindings.translated(f"describe the algorithm of {self._product}"):
             return bindings.describe_algorithm(self.algorithm)
 
-    def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
+    def run(self, handle: int, stream: int, operands: LtOperands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""
         scale_dtype = self.call.scale_dtype
         alpha = number(operands.alpha, scale_dtype)
@@ -154,7 +154,7 @@ class Invocation:
         self.queue(handle, stream, alpha, beta, pointers, workspace, operation.pointer)
         self._idle.append((operation, operands.attributes))
 
-    def _operation(self, operands: Operands) -> Descriptor:
+    def _operation(self, operands: LtOperands) -> Descriptor:
         """Return a descriptor for this thread alone, with the pointers of these operands."""
         attributes = operands.attributes
         try:
@@ -248,7 +248,7 @@ class Invocation:
         return ()
 
 
-def _set_pointers(operation: Descriptor, operands: Operands) -> None:
+def _set_pointers(operation: Descriptor, operands: LtOperands) -> None:
     for name, address in zip(_POINTERS, operands.attributes, strict=True):
         if address:
             bindings.set_attribute("matmul_desc", operation.pointer, name, address)
@@ -275,7 +275,7 @@ def _operation(call: CublasLtCall) -> Descriptor:
     return operation
 
 
-def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
+def _descriptors(call: CublasLtCall, operands: LtOperands) -> MatmulDescriptors:
     def layout(x: LtMatrix) -> Descriptor:
         stored = (x.cuda_data_type, x.rows, x.cols, x.leading_dimension)
         batch = {}

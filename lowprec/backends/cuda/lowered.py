@@ -13,7 +13,7 @@ from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     NO_WORKSPACE,
     Invocation,
-    Operands,
+    LtOperands,
     Workspace,
     alignment_of,
     byte_offsets,
@@ -83,7 +83,7 @@ class Multiply:
             invocation.queue(handle, stream, self._factor, self._sum_factor, ((first, second, d, d),), workspace)
         return invocation
 
-    def _operands(self, at: Addresses) -> Operands:
+    def _operands(self, at: Addresses) -> LtOperands:
         """Return addresses and factors in cuBLASLt's order; an epilogue applies the caller's factors."""
         call = self._call
         first, second = _ordered(call, at.packed_a + self._before_a, at.packed_b + self._before_b)
@@ -100,7 +100,7 @@ class Multiply:
             beta = at.beta
         if "BIAS" in call.epilogue:
             bias = at.bias
-        return Operands(first, second, c, at.product, bias, *scales, alpha, beta)
+        return LtOperands(first, second, c, at.product, bias, *scales, alpha, beta)
 
     def first_invocation(self, addresses: Addresses, stream: int) -> Invocation:
         """Return the invocation for these addresses of the caller's arrays; none is created during a capture."""
@@ -113,7 +113,7 @@ class Multiply:
             addresses = addresses._replace(product=0)
         return self.prepared(addresses, stream)[-1]
 
-    def prepared(self, addresses: Addresses, stream: int) -> tuple[int, Operands, Invocation]:
+    def prepared(self, addresses: Addresses, stream: int) -> tuple[int, LtOperands, Invocation]:
         """Return a handle, the operands, and the invocation for their alignment."""
         handle = handles.handle(self._device, stream)
         operands = self._operands(addresses)
