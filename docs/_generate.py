@@ -118,7 +118,7 @@ def generation_table() -> str:
         found = (x.requires for x in every if x.requires and (flags or set()).issuperset(x.instruction_sets))
         able = Capabilities("cpu", processors, every, frozenset(found) if flags else frozenset(names))
         kernels = [
-            _code(choose_kernel(fmt, able).kernel.name) for fmt in ("float32", "tf32", "float16", "bfloat16", "int8")
+            _code(choose_kernel(fmt, able)[0].name) for fmt in ("float32", "tf32", "float16", "bfloat16", "int8")
         ]
         assert kernels[1] == kernels[2]
         rows.append([processors, units, kernels[0], *kernels[2:]])

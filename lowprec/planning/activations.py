@@ -31,13 +31,17 @@ class ActivationRow(NamedTuple):
     fused: str  # name in ``cublasLtEpilogue_t``; empty if a kernel applies the function to a staged product
 
 
+_GELU_SCALE = -2 * math.sqrt(2 / math.pi)
+
+
 def _gelu(x: Any, np: Any) -> Any:
     """Return the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415, section 2), computed in float64.
 
     ``0.5 x (1 + tanh y)`` is ``x / (1 + exp(-2 y))``, which does not cancel for negative y.
     """
-    wide = np.maximum(x, np.finfo(x.dtype).min, dtype=np.float64)  # the formula gives NaN for -Inf
-    return wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * wide * wide)))
+    least = np.finfo(x.dtype).min  # the formula gives NaN for -Inf
+    wide = np.maximum(x, least, dtype=np.float64)
+    return wide / (1 + np.exp(_GELU_SCALE * wide * (1 + 0.044715 * wide * wide)))
 
 
 ACTIVATIONS: Mapping[Activation, ActivationRow] = {

@@ -179,7 +179,6 @@ def _depths(
     components: int,
     capability: tuple[int, int] | None,
 ) -> dict[Pair, tuple[Depth, float]]:
-
     def of_sum(length: int) -> Depth:
         if length and kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:
             return on_tensor_cores(components * length, fmt.name, capability)
@@ -191,8 +190,10 @@ def _depths(
     # The parts of a value are its truncation and the rest, which have the same sign, so that the magnitudes of the
     # products of parts sum to the magnitude of the product.
     length = chunk_length(k, kernel.k_chunk)
+    of_chunk = _OF_CHUNK[kernel.summation](length)
+    chunks = -(-k // length)
     sums = components * kernel.parts**2
-    return depths_by_chunks(schedule, _OF_CHUNK[kernel.summation](length), -(-k // length), sums)
+    return depths_by_chunks(schedule, of_chunk, chunks, sums)
 
 
 #: Roundings of a term in a sum of this length.
@@ -273,10 +274,9 @@ def error_bound(
 
 def _terms(schedule: tuple[PartProduct, ...], kernel: KernelRow, k: int, components: int) -> int:
     """Return the real products of a component; scaling a sum, and adding it to another, may underflow like one."""
-    chunks = 1
+    additions = 0
     if kernel.k_chunk and k:
-        chunks = -(-k // chunk_length(k, kernel.k_chunk))
-    additions = chunks - 1
+        additions = -(-k // chunk_length(k, kernel.k_chunk)) - 1
     terms = sum(components * (product.length + additions) + 1 for product in schedule) - 1
     return terms * kernel.parts**2
 
@@ -285,13 +285,14 @@ def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *
     """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
     is_split = parts > 0
     out = model.out
+    worst, likely, formula = error
     norms_loss, operand_alignment, out_alignment = _alignment_losses(model, 1 + parts)
     operand_loss, term_loss, out_loss = _underflow(model)
     operand_loss = operand_loss * (1 + is_split) + operand_alignment
     out_loss = out_loss + out_alignment
     last = [out.unit_roundoff if out else 0.0, norms_loss]
-    relative = joint(error.worst, *last)
-    probable = joint(error.probable, *last)
+    relative = joint(worst, *last)
+    probable = joint(likely, *last)
     # A lost amount is increased by later roundings. For complex numbers it grows by sqrt(2) in the sum of the
     # components' magnitudes, and by sqrt(2) in the modulus of the components' errors.
     carried = min(1 + relative, FLOAT64.largest) * model.components
@@ -300,7 +301,7 @@ def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *
         carried * operand_loss,
         carried * (model.terms * term_loss + out_loss),
         k,
-        error.formula,
+        formula,
         _absolute_text(operand_loss, term_loss, out_loss, model.accumulator),
         _condition(model, is_split),
         unconditional=unconditional,
@@ -316,9 +317,10 @@ def joint(*errors: float) -> float:
 def _plain_error(model: _ErrorModel, size: float) -> RelativeError:
     """Return the relative error of a product of unsplit operands, before rounding to the result's format."""
     loss = model.operand.unit_roundoff + _SCALED_LOSS * sqrt(model.scaled_over)
-    sums = model.depth.worst(model.accumulator), model.depth.probable(model.accumulator, size)
-    worst, probable = (joint(model.growth * x, *[loss] * model.operands) for x in sums)
-    return RelativeError(worst, probable, _formula(model))
+    losses = [loss] * model.operands
+    worst = model.depth.worst(model.accumulator)
+    probable = model.depth.probable(model.accumulator, size)
+    return joint(model.growth * worst, *losses), joint(model.growth * probable, *losses), _formula(model)
 
 
 def _underflow(model: _ErrorModel) -> tuple[float, float, float]:
@@ -379,8 +381,7 @@ def _formula(model: _ErrorModel) -> str:
         factors.append(f"(1 + 2^-{model.out.precision})")
     if not factors:
         return "exact"
-    text = f"{' '.join(factors)} - 1"
-    return f"{text}; {gamma_text(model.accumulator)}"
+    return f"{' '.join(factors)} - 1; {gamma_text(model.accumulator)}"
 
 
 def _absolute_text(operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat) -> str:
@@ -403,10 +404,9 @@ def _power(value: float) -> str:
 
 def _condition(model: _ErrorModel, is_split: bool) -> str:
     texts = []
+    narrow = []
     if model.operands and not model.scaled_over:
-        narrow = [(model.operand, "|x|", " in the operands")]
-    else:
-        narrow = []
+        narrow.append((model.operand, "|x|", " in the operands"))
     if model.out:
         narrow.append((model.out, "|result|", ""))
     for fmt, name, where in narrow:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowprec.planning.cublaslt.calls import Packing
 from lowprec.planning.kernels import KernelRow, format_name
+from lowprec.planning.layout import OperandSpec
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.tensor_cores import tensor_cores_multiply
 
@@ -32,14 +34,14 @@ def expected_cost(plan: GemmPlan) -> float:
     kernel = plan.kernel_row
     layout = plan.layout
     if plan.quantized and plan.call is None:
-        each = sum(
-            1 / (2 * other)
-            for other, rule in zip((layout.n, layout.m), plan.quantized.rules, strict=True)
-            if rule and other
-        )
+        each = 0.0
+        for other, rule in zip((layout.n, layout.m), plan.quantized.rules, strict=True):
+            if rule and other:
+                each += 1 / (2 * other)
         return expected_cost(plan.quantized.inner) + _QUANTIZING_COST * each
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.multiplied_format))
-    cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
+    length = sum(product.length for product in plan.schedule)
+    cost = each * length / max(layout.k, 1)
     if plan.call is not None:
         # Each copy is written and read. So is the temporary result for each product that is added to it.
         moved = 2 * sum(copy.nbytes for copy in plan.copies)
@@ -50,11 +52,10 @@ def expected_cost(plan: GemmPlan) -> float:
     b_parts = plan.rounded[1] * b_parts
     if (a_parts or b_parts) and layout.m and layout.n:
         if max(a_parts, b_parts) == 1:
-            whole = (1, 1)
-        else:
-            whole = (a_parts, b_parts)
-        a, b = (packing_cost(kernel, parts) for parts in whole)
-        cost += kernel.cost_per_element * (a / (2 * layout.n) + b / (2 * layout.m))
+            a_parts = b_parts = 1
+        of_a = packing_cost(kernel, a_parts) / (2 * layout.n)
+        of_b = packing_cost(kernel, b_parts) / (2 * layout.m)
+        cost += kernel.cost_per_element * (of_a + of_b)
     return cost
 
 
@@ -68,6 +69,15 @@ class Roofline:
     rewriting: float  # the kernels that pack operands before the product, or write the result after it
     units: str  # the units of the peak rate
     tflops: float  # peak rate in TFLOP/s
+
+
+def _traffic(spec: OperandSpec, pack: Packing | None) -> tuple[int, int]:
+    """Return the bytes of an operand that the product reads, and those that its packing moves."""
+    if pack is None:
+        return spec.stored_bytes, 0
+    # Largest magnitudes of more than a tile are sought in a first pass over the source.
+    passes = 2 if pack.peaks else 1
+    return pack.nbytes, spec.stored_bytes * passes + pack.nbytes
 
 
 def roofline(plan: GemmPlan) -> Roofline | None:
@@ -87,13 +97,11 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     products = kernel.part_products if kernel.emulation else 1
     if call is None or not rate or not capabilities.bytes_per_second or not products:
         return None
-    flops = plan.flops * products * sum(x.length for x in plan.schedule) / plan.layout.k
-    read = rewritten = 0
-    for spec, pack in ((problem.a, call.pack_a), (problem.b, call.pack_b)):
-        read += pack.nbytes if pack else spec.stored_bytes
-        if pack:
-            # Largest magnitudes of more than a tile are sought in a first pass over the source.
-            rewritten += spec.stored_bytes * (2 if pack.peaks else 1) + pack.nbytes
+    length = sum(x.length for x in plan.schedule)
+    flops = plan.flops * products * length / plan.layout.k
+    read_a, rewritten_a = _traffic(problem.a, call.pack_a)
+    read_b, rewritten_b = _traffic(problem.b, call.pack_b)
+    rewritten = rewritten_a + rewritten_b
     # The result, c and bias.
     around = plan.bytes_moved - problem.a.stored_bytes - problem.b.stored_bytes
     if call.staged:
@@ -101,9 +109,11 @@ def roofline(plan: GemmPlan) -> Roofline | None:
         # The first product writes the result; each later one reads and writes it.
         around = call.product_bytes * (2 * len(plan.schedule) - 1)
     arithmetic = flops / (rate * 1e12)
-    memory, rewriting = ((x / capabilities.bytes_per_second) for x in (read + around, rewritten))
+    memory = (read_a + read_b + around) / capabilities.bytes_per_second
+    rewriting = rewritten / capabilities.bytes_per_second
+    seconds = max(arithmetic, memory) + rewriting
     if on_tensor_cores:
         where = f"{units} on tensor cores"
     else:
         where = f"{units} without tensor cores"
-    return Roofline(max(arithmetic, memory) + rewriting, arithmetic, memory, rewriting, where, rate)
+    return Roofline(seconds, arithmetic, memory, rewriting, where, rate)

@@ -118,34 +118,30 @@ class Capabilities:
         return cost
 
 
-class KernelChoice(NamedTuple):
-    """The chosen kernel, and the reasons against preferred ones."""
-
-    kernel: KernelRow
-    passed_over: tuple[Reason, ...] = ()
-
-
 def choose_kernel(
     fmt: str, capabilities: Capabilities, *, is_chunked: bool = False, emulation: ComputeType | None = None
-) -> KernelChoice:
-    """Return the first kernel of a device that supports products of operands of this format.
+) -> tuple[KernelRow, tuple[Reason, ...]]:
+    """Return the first kernel that supports products of operands of this format, and reasons against preferred ones.
 
     ``fmt`` is a name by :func:`format_name`, ``is_chunked`` whether the caller divides k, and ``emulation`` the compute
     type of the mode's emulation. Raises UnsupportedError if no kernel supports the product.
     """
     passed_over: list[Reason] = []
     for row in capabilities.kernels:
-        if (row.formats is not None and fmt not in row.formats) or row.emulation not in (None, emulation):
+        is_of_format = row.formats is None or fmt in row.formats
+        if not is_of_format or row.emulation not in (None, emulation):
             continue
         if row.requires is not None and row.requires not in capabilities.features:
             reason = Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
         elif is_chunked and (row.k_chunk or row.emulation):
             reason = Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
         else:
-            return KernelChoice(row, tuple(passed_over))
+            return row, tuple(passed_over)
         if reason not in passed_over:
             passed_over.append(reason)
-    why = f" ({'; '.join(map(str, passed_over))})" if passed_over else ""
+    why = ""
+    if passed_over:
+        why = f" ({'; '.join(map(str, passed_over))})"
     raise UnsupportedError(
         f"no kernel for {capabilities.device} supports this product of {fmt} numbers{why}; choose another math mode "
         "or dtype"

@@ -5,7 +5,7 @@ Sources: the Array API's ``matmul`` (shapes); the CBLAS interface (leading dimen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
 from typing import Literal
@@ -35,8 +35,11 @@ class OperandSpec:
         """Bytes of the distinct elements; a broadcast dimension (stride 0) counts once."""
         if self.blocks is not None:
             return self.blocks.row.stored_bytes(self.shape, self.blocks.axis)
-        pairs = zip(self.shape, self.strides, strict=True)
-        return self.dtype.itemsize * prod(n if s or not n else 1 for n, s in pairs)
+        distinct = 1
+        for extent, stride in zip(self.shape, self.strides, strict=True):
+            if stride or not extent:
+                distinct *= extent
+        return self.dtype.itemsize * distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,8 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
         else:
             row_stride, col_stride = (*spec.strides, 0)
     missing = (0,) * (len(batch) - len(strides))
-    return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *strides))
+    batch_strides = (*missing, *strides)
+    return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, batch_strides)
 
 
 def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
@@ -242,9 +246,12 @@ def as_one_matrix(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
     if stride is None or (operand.rows > 1 and stride != operand.rows * operand.row_stride):
         return None
     row_stride = stride if operand.rows == 1 else operand.row_stride
-    coalesced = MatrixStack.of(operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride)
+    rows = operand.rows * batch_count
+    coalesced = MatrixStack.of(operand.dtype, rows, operand.cols, row_stride, operand.col_stride)
     # The matrices may be overlapping windows of one buffer: BLAS can express each, but not all of them as one matrix.
-    return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
+    if operand.blas_expressible and not coalesced.blas_expressible:
+        return None
+    return coalesced
 
 
 def _collapse(layout: GemmLayout) -> GemmLayout:
@@ -255,5 +262,5 @@ def _collapse(layout: GemmLayout) -> GemmLayout:
     out = as_one_matrix(layout.out, count)
     if a is None or out is None:
         return layout
-    b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)
-    return GemmLayout(layout.m * count, layout.n, layout.k, (), 1, layout.out_shape, a, b, out, collapsed=True)
+    b = replace(layout.b, batch_shape=(), batch_strides=())
+    return replace(layout, m=layout.m * count, batch_shape=(), batch_count=1, a=a, b=b, out=out, collapsed=True)

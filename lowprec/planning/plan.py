@@ -138,7 +138,8 @@ class GemmPlan:
     @property
     def k_chunk(self) -> int:
         """Length of the chunks of k in which the leading product is summed."""
-        return max(x.k_stop - x.k_start for x in self.schedule if x.pairs == ((0, 0),))
+        leading = [x for x in self.schedule if x.pairs == ((0, 0),)]
+        return max(x.k_stop - x.k_start for x in leading)
 
     @property
     def parts(self) -> int:
@@ -150,13 +151,16 @@ class GemmPlan:
         """Number of matrix products that the kernel runs; a complex product may be several real ones."""
         kernel = self.kernel_row
         real = kernel.products_per_complex if self.compute_dtype.is_complex else 1
-        return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real
+        pairs = set().union(*(product.pairs for product in self.schedule))
+        return len(pairs) * kernel.parts**2 * real
 
     @property
     def bytes_moved(self) -> int:
         """Total bytes of operands, addends and result."""
         problem = self.problem
-        read = [problem.a, problem.b, problem.c if problem.has_beta else None, problem.bias]
+        read = [problem.a, problem.b, problem.bias]
+        if problem.has_beta:
+            read.append(problem.c)
         stored = sum(x.stored_bytes for x in read if x)
         return stored + self.out_dtype.itemsize * prod(self.out_shape)
 
@@ -170,12 +174,10 @@ class GemmPlan:
     @property
     def kernel_reason(self) -> str:
         """Units of the kernel, and the reasons against preferred kernels."""
-        as_real = self.compute_dtype.is_complex and self.kernel_row.products_per_complex > 1
-        if as_real:
-            real = ["four real products"]
-        else:
-            real = []
-        return "; ".join([self.kernel_row.units, *map(str, self.passed_over), *real])
+        texts = [self.kernel_row.units, *map(str, self.passed_over)]
+        if self.compute_dtype.is_complex and self.kernel_row.products_per_complex > 1:
+            texts.append("four real products")
+        return "; ".join(texts)
 
     @property
     def compute_type(self) -> str:

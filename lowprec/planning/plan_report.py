@@ -39,7 +39,8 @@ class PlanReport(GemmPlan, Report):
     @classmethod
     def of(cls, plan: GemmPlan, **filled: Any) -> PlanReport:
         """Return the report on a plan; ``filled`` are the other fields, and replacements of the plan's own."""
-        return cls(**{name: getattr(plan, name) for name in GemmPlan.__match_args__} | filled)
+        fields = {name: getattr(plan, name) for name in GemmPlan.__match_args__}
+        return cls(**fields | filled)
 
     @property
     def roofline(self) -> Roofline | None:
@@ -68,10 +69,12 @@ class PlanReport(GemmPlan, Report):
         """Yield a table of the plan, and one of the candidates if ``rtol`` chose the mode."""
         yield Table(title(self), ("", ""), list(_rows(self)))
         if self.candidates:
-            rows = [
-                (str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", f"taken: {c.why}" if c.accepted else str(c.why))
-                for c in self.candidates
-            ]
+            rows = []
+            for c in self.candidates:
+                verdict = str(c.why)
+                if c.accepted:
+                    verdict = f"taken: {verdict}"
+                rows.append((str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", verdict))
             columns = ("mode", ">bound", ">cost", "verdict")
             yield Table(
                 "candidates, the cheapest first (cost: expected time, relative to fp32)", columns, rows, ("cost",)
@@ -111,7 +114,10 @@ def _rows(plan: PlanReport) -> Iterator[Row]:
         yield "prepared", str(plan.prepared)
     if plan.sparsity:
         yield "sparsity", f"2:4: {plan.sparsity}"
-    yield "products", f"{plan.products}" + (f", each operand in {plan.parts} parts" if plan.parts > 1 else "")
+    products = str(plan.products)
+    if plan.parts > 1:
+        products += f", each operand in {plan.parts} parts"
+    yield "products", products
     if plan.k_chunk < plan.layout.k:
         yield ("k chunk", f"{plan.k_chunk}: chunks of the leading product, added in {plan.accumulator}")
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
@@ -198,9 +204,11 @@ def _bound_rows(plan: PlanReport) -> Iterator[Row]:
 
 
 def _quantity(value: float, unit: str) -> str:
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {prefix}{unit}"
+    power = 1e15
+    for prefix in "PTGMk":
+        if value >= power:
+            return f"{value / power:.3g} {prefix}{unit}"
+        power /= 1e3
     return f"{value:.3g} {unit}"
 
 
@@ -214,18 +222,22 @@ _DERIVED = (
 
 def _figure(plan: PlanReport) -> Any:
     figure, ((panel,),) = plotting.figure(4.6)
-    bounds = {str(c.mode): c.bound for c in plan.candidates} or {str(plan.mode): plan.bound.relative}
     if plan.roofline is None:
-        speeds = {str(c.mode): 1 / c.cost for c in plan.candidates if c.cost}
-        plotting.points(panel, {name: (speed, bounds[name]) for name, speed in speeds.items()})
+        speeds = {str(c.mode): (1 / c.cost, c.bound) for c in plan.candidates if c.cost}
+        plotting.points(panel, speeds)
         panel.set(xlabel="expected speed, relative to fp32", ylabel="bound of the error / (|A| |B|)")
     else:
-        seconds = {str(c.mode): c.seconds for c in plan.candidates} | {str(plan.mode): plan.roofline.seconds}
+        bounds = {str(c.mode): c.bound for c in plan.candidates}
+        bounds.setdefault(str(plan.mode), plan.bound.relative)
+        seconds = {str(c.mode): c.seconds for c in plan.candidates}
+        seconds[str(plan.mode)] = plan.roofline.seconds
         x = plan.arithmetic_intensity
-        rates = [(r, n) for n, r in plan.capabilities.peak_tflops]
-        places = {name: (x, plan.flops / t / 1e12) for name, t in seconds.items() if t}
-        _roofs(panel, plan.capabilities.bytes_per_second / 1e12, rates, x)
-        plotting.points(panel, {f"{name}, bound {bounds[name]:.0e}": at for name, at in places.items()})
+        _roofs(panel, plan.capabilities, x)
+        places = {}
+        for name, least in seconds.items():
+            if least:
+                places[f"{name}, bound {bounds[name]:.0e}"] = (x, plan.flops / least / 1e12)
+        plotting.points(panel, places)
         panel.set(xlabel="flop per byte of operands and result", ylabel="TFLOP/s, at most")
         panel.xaxis.set_major_formatter("{x:.4g}")
     panel.set_title(f"{plan.capabilities.name}: m {plan.layout.m}, n {plan.layout.n}, k {plan.layout.k}, {plan.mode}")
@@ -233,11 +245,16 @@ def _figure(plan: PlanReport) -> Any:
     return figure
 
 
-def _roofs(panel: Any, bandwidth: float, rates: list[tuple[float, str]], x: float) -> None:
+def _roofs(panel: Any, capabilities: Capabilities, x: float) -> None:
     """Draw the peak rate of each number format, below that of the memory."""
-    ends = [min(x, min(rates)[0] / bandwidth) / 4, 4 * max(x, max(rates)[0] / bandwidth)]
-    for rate in sorted({rate for rate, _ in rates}):
-        names = ", ".join(name for each, name in rates if each == rate)
-        corners = (ends[0], bandwidth * ends[0]), (rate / bandwidth, rate), (ends[1], rate)
-        panel.plot(*zip(*corners, strict=True), color=plotting.INK, alpha=0.6)
-        panel.annotate(names, (ends[1], rate), ha="right", va="bottom", fontsize=7)
+    bandwidth = capabilities.bytes_per_second / 1e12
+    names: dict[float, list[str]] = {}
+    for name, rate in capabilities.peak_tflops:
+        names.setdefault(rate, []).append(name)
+    left = min(x, min(names) / bandwidth) / 4
+    right = 4 * max(x, max(names) / bandwidth)
+    for rate in sorted(names):
+        bend = rate / bandwidth
+        panel.plot([left, bend, right], [bandwidth * left, rate, rate], color=plotting.INK, alpha=0.6)
+        text = ", ".join(names[rate])
+        panel.annotate(text, (right, rate), ha="right", va="bottom", fontsize=7)

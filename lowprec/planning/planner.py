@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, NARROW, Blocks, ComputeType, DType, NumberFormat
-from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row, rules_of
+from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, ComputeType, DType, NumberFormat
+from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import BLOCKS, Capabilities, KernelRow, Summation, choose_kernel, format_name
@@ -18,16 +18,20 @@ from lowprec.planning.layout import GemmLayout, OperandSpec, addend_layout, gemm
 from lowprec.planning.plan import Copy, GemmPlan, Quantized
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
+from lowprec.planning.rounded_operands import (
+    in_codes,
+    operand_rules,
+    piece_length,
+    rounded_spec,
+    types_on_cpu,
+    types_on_gpu,
+)
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 from lowprec.planning.stored import reads_codes_of_b
-from lowprec.planning.tensor_cores import Capability, tensor_cores_multiply
-from lowprec.recipes import Rule
-from lowprec.util.strides import packed_strides
+from lowprec.planning.tensor_cores import Capability
 
 PLAN_CACHE_SIZE = 1024
-
-_Rules: TypeAlias = tuple[Rule | None, Rule | None]
 
 
 class _Checked(NamedTuple):
@@ -74,8 +78,7 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
     operands = format_name(fmt)
     if _multiplies_integers(problem, capabilities):
         operands = BLOCKS
-    choice = choose_kernel(operands, capabilities, is_chunked=is_chunked, emulation=emulation)
-    kernel = choice.kernel
+    kernel, passed_over = choose_kernel(operands, capabilities, is_chunked=is_chunked, emulation=emulation)
     if kernel.emulation:
         fmt = compute_dtype.format
         rounded = (False, False)
@@ -101,7 +104,7 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
         cublas_compute_type=compute_type,
         schedule=make_schedule(scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates),
         kernel_row=kernel,
-        passed_over=choice.passed_over,
+        passed_over=passed_over,
         copies=(),
     )
     if not plan.flops:
@@ -132,40 +135,14 @@ def _multiplies_integers(problem: GemmProblem, capabilities: Capabilities) -> bo
     rows = capabilities.kernels
     if not problem.in_integers or problem.k_chunk is not None or rows[0].emulates:
         return False
-    if problem.ignores_product or not problem.a.shape[-1] or not any(row.summation is Summation.BLOCKS for row in rows):
+    if problem.ignores_product or not problem.a.shape[-1]:
         return False
-    in_tiles = choose_kernel(BFLOAT16.name, capabilities).kernel.summation is Summation.TILES
-    return not in_tiles or DType.FLOAT32 in (problem.a.dtype, problem.b.dtype)
-
-
-def _coded(spec: OperandSpec, axis: int, rule: Rule) -> OperandSpec:
-    """Return the description of the codes to which an operand is rounded, contiguous along k."""
-    row = next(row for row in NARROW if row.name == rule.codes)
-    shape = [*spec.shape]
-    shape[axis] += -shape[axis] % row.block
-    order = (0, 1)
-    if axis == -2:
-        order = (1, 0)
-    strides = packed_strides(tuple(shape), (*spec.strides[:-2], *order[-len(shape) :]))
-    dtype = DType.BFLOAT16
-    if row.has_float_scales:
-        dtype = DType.FLOAT32
-    return OperandSpec(dtype, spec.shape, strides, Blocks(row.name, axis, row))
-
-
-def _in_codes(problem: GemmProblem, rules: _Rules) -> GemmProblem | None:
-    """Return the product of the codes to which operands are rounded; None unless all are integers in blocks."""
-    a_rule, b_rule = rules
-    for rule in rules:
-        if rule is not None and not rule.codes:
-            return None
-    a = problem.a
-    b = problem.b
-    if a_rule is not None:
-        a = _coded(a, -1, a_rule)
-    if b_rule is not None:
-        b = _coded(b, -min(2, len(b.shape)), b_rule)
-    return replace(problem, a=a, b=b)
+    if not any(row.summation is Summation.BLOCKS for row in rows):
+        return False
+    for_bfloat16, _ = choose_kernel(BFLOAT16.name, capabilities)
+    if for_bfloat16.summation is Summation.TILES:
+        return DType.FLOAT32 in (problem.a.dtype, problem.b.dtype)
+    return True
 
 
 def _following_c(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
@@ -176,37 +153,30 @@ def _following_c(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
     return layout
 
 
-#: Length of the pieces of k in which int8 codes are summed if one sum could overflow int32.
-_INT8_PIECE = 1 << 16
-
-
 def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     """Return the plan of a mode that quantises: that of the rounded numbers, with the rounding in front of it."""
     problem, capabilities, compute_dtype, out_dtype, layout = checked
-    a_rule, b_rule = rules = _rules(problem, mode)
+    a_rule, b_rule = rules = operand_rules(problem, mode)
     if a_rule is None and b_rule is None:
         return replace(_plan(checked, mode), mode_has_effect=False)
-    piece = _piece_length(checked, rules, mode)
+    piece = piece_length(rules, layout.k, problem.k_chunk, mode)
     on_gpu = capabilities.compute_capability is not None
     if on_gpu:
-        if any(rule is not None and rule.codes == "int8_blocks" for rule in rules):
-            raise UnsupportedError(f"the mode {mode} is for CPUs: on a GPU choose int8, which has a scale per vector")
         layout = _following_c(problem, layout)
-        a_dtype, b_dtype = _on_gpu(rules, layout, capabilities, not piece, problem.k_chunk)
+        a_dtype, b_dtype = types_on_gpu(rules, mode, layout, capabilities, not piece, problem.k_chunk)
         piece = 0
     else:
-        a_dtype, b_dtype = _on_cpu(rules, capabilities)
-    a = _rounded_spec(problem.a, a_rule, a_dtype)
-    b = _rounded_spec(problem.b, b_rule, b_dtype)
-    rounded = replace(problem, a=a, b=b, out_dtype=out_dtype, has_alpha=True, is_scaled=True)
-    in_codes = _in_codes(replace(rounded, a=problem.a, b=problem.b), rules)
-    if in_codes is not None and _multiplies_integers(in_codes, capabilities):
-        rounded = in_codes
+        a_dtype, b_dtype = types_on_cpu(rules, capabilities)
+    a = rounded_spec(problem.a, a_rule, a_dtype)
+    b = rounded_spec(problem.b, b_rule, b_dtype)
+    scaled = replace(problem, out_dtype=out_dtype, has_alpha=True, is_scaled=True)
+    rounded = replace(scaled, a=a, b=b)
+    codes = in_codes(scaled, rules)
+    if codes is not None and _multiplies_integers(codes, capabilities):
+        rounded = codes
         piece = 0
     inner = _piece_plan(rounded, capabilities, piece, layout.k)
-    last = inner
-    if piece:
-        last = _piece_plan(rounded, capabilities, layout.k % piece or piece, layout.k)
+    last = _piece_plan(rounded, capabilities, layout.k % piece or piece, layout.k) if piece else inner
     plan = replace(
         inner,
         problem=problem,
@@ -223,79 +193,6 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     if on_gpu and plan.flops:
         return _lowered(plan)
     return plan
-
-
-def _rules(problem: GemmProblem, mode: Mode) -> _Rules:
-    """Return how ``a`` and ``b`` are quantised; None for a stored operand, and one that the mode does not act on."""
-    a_rule, b_rule = rules_of(mode)
-
-    def kept(spec: OperandSpec) -> bool:
-        return spec.blocks is not None or not row(mode).acts(spec.dtype)
-
-    return None if kept(problem.a) else a_rule, None if kept(problem.b) else b_rule
-
-
-def _in_integers(rules: _Rules) -> bool:
-    return all(rule is not None and rule.number_format is None for rule in rules)
-
-
-def _have_float_blocks(rules: _Rules) -> bool:
-    """Whether a float32 scale belongs to each block."""
-    return any(rule is not None and rule.block_scale == "float32" for rule in rules)
-
-
-def _piece_length(checked: _Checked, rules: _Rules, mode: Mode) -> int:
-    """Return the length of the pieces of k that are summed one by one, 0 for all of k."""
-    piece = 0
-    if _have_float_blocks(rules):
-        piece = max(rule.block[1] for rule in rules if rule is not None)
-    elif _in_integers(rules) and checked.layout.k > MAX_K_INT8:
-        piece = _INT8_PIECE
-    k_chunk = checked.problem.k_chunk
-    if k_chunk is not None and piece:
-        raise UnsupportedError(f"k_chunk is {k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk=")
-    return piece
-
-
-def _rounded_spec(spec: OperandSpec, rule: Rule | None, dtype: DType) -> OperandSpec:
-    if rule is None:
-        return spec
-    return OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
-
-
-def _float8(rule: Rule | None) -> DType:
-    return DType.FLOAT8_E5M2 if rule and rule.elements == "e5m2" else DType.FLOAT8_E4M3FN
-
-
-def _is_float8(rule: Rule | None) -> bool:
-    if rule is None or rule.elements not in ("e4m3", "e5m2"):
-        return False
-    return rule.block_scale in ("", "float32")
-
-
-def _on_gpu(
-    rules: _Rules, layout: GemmLayout, capabilities: Capabilities, in_one_sum: bool, k_chunk: int | None
-) -> tuple[DType, DType]:
-    """Return the types in which tensor cores multiply rounded numbers; products of scaled blocks are float32."""
-    from lowprec.planning.lowering.scale_modes import scale_modes
-
-    if k_chunk is None and scale_modes(rules, layout, capabilities.compute_capability) is not None:
-        return _float8(rules[0]), _float8(rules[1])
-    if in_one_sum and _in_integers(rules):
-        return DType.INT8, DType.INT8
-    if _have_float_blocks(rules):
-        return DType.FLOAT32, DType.FLOAT32
-    return DType.BFLOAT16, DType.BFLOAT16
-
-
-def _on_cpu(rules: _Rules, capabilities: Capabilities) -> tuple[DType, DType]:
-    """Return the types in which a CPU multiplies rounded numbers; FP8 if it emulates tensor cores that have it."""
-    emulated = capabilities.kernels[0].emulates
-    if all(map(_is_float8, rules)) and emulated and tensor_cores_multiply("float8_e4m3fn", emulated.capability):
-        return _float8(rules[0]), _float8(rules[1])
-    if _in_integers(rules):
-        return DType.INT8, DType.INT8
-    return DType.BFLOAT16, DType.BFLOAT16
 
 
 def _piece_plan(problem: GemmProblem, capabilities: Capabilities, length: int, k: int) -> GemmPlan:
@@ -332,16 +229,18 @@ def _lowered(plan: GemmPlan) -> GemmPlan:
 
     call = lower(plan)
     reason = reason_to_widen(plan)
-    packs = (("a", call.pack_a), ("b", call.pack_b))
-    copies = tuple(Copy(name, pack.reasons, pack.nbytes) for name, pack in packs if pack)
-    if call.staged:
-        copies = (*copies, Copy("out", call.staged, call.product_bytes))
+    copies: list[Copy] = []
     if not call.first.codes:
-        copies = _widened(plan) + copies
+        copies += _widened(plan)
+    for name, pack in (("a", call.pack_a), ("b", call.pack_b)):
+        if pack:
+            copies.append(Copy(name, pack.reasons, pack.nbytes))
+    if call.staged:
+        copies.append(Copy("out", call.staged, call.product_bytes))
     passed_over = plan.passed_over
     if reason and reason not in passed_over:
         passed_over = (*passed_over, reason)
-    return replace(plan, call=call, copies=copies, passed_over=passed_over)
+    return replace(plan, call=call, copies=tuple(copies), passed_over=passed_over)
 
 
 def _types(scheme: ModeRow, kernel: KernelRow, dtype: DType, has_effect: bool) -> tuple[DType, ComputeType]:
@@ -396,11 +295,16 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
 def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
     """Return the copies of quantised operands, unless the kernel reads the codes."""
     copies = []
-    for name, spec in (("a", plan.problem.a), ("b", plan.problem.b)):
-        is_read = plan.kernel_row.summation is Summation.BLOCKS or (name == "b" and reads_codes_of_b(plan))
-        if spec.blocks and spec.blocks.row.scales and not is_read:
+    if plan.kernel_row.summation is Summation.BLOCKS:
+        return ()
+    operands = {"a": plan.problem.a}
+    if not reads_codes_of_b(plan):
+        operands["b"] = plan.problem.b
+    for name, spec in operands.items():
+        if spec.blocks and spec.blocks.row.scales:
             reason = Reason.of(ReasonKind.WIDENED, format=spec.blocks.format, dtype=spec.dtype)
-            copies.append(Copy(name, (reason,), spec.dtype.itemsize * prod(spec.shape)))
+            nbytes = spec.dtype.itemsize * prod(spec.shape)
+            copies.append(Copy(name, (reason,), nbytes))
     return tuple(copies)
 
 
@@ -415,8 +319,10 @@ def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
     operands = (("a", problem.a, layout.a), ("b", problem.b, layout.b))
     for (name, spec, operand), rounded in zip(operands, plan.rounded, strict=True):
         if not operand.blas_expressible and not rounded and spec.dtype is epilogue:
-            copies.append(Copy(name, (Reason.of(ReasonKind.STRIDES),), spec.stored_bytes))
+            reason = Reason.of(ReasonKind.STRIDES)
+            copies.append(Copy(name, (reason,), spec.stored_bytes))
     out = problem.out
     if out and not layout.out.blas_expressible and out.dtype is epilogue:
-        copies.append(Copy("out", (Reason.of(ReasonKind.RESULT_STRIDES),), out.stored_bytes))
+        reason = Reason.of(ReasonKind.RESULT_STRIDES)
+        copies.append(Copy("out", (reason,), out.stored_bytes))
     return tuple(copies)

@@ -14,6 +14,7 @@ from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multi
 
 #: Formats with blocks whose codes represent integers, E2M1 halves of integers.
 _INTEGERS = frozenset({"mxfp4", "nvfp4", "int8_blocks"})
+_INTEGERS_OF_B = _INTEGERS | {"int8", "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,12 @@ class GemmProblem:
     @property
     def in_integers(self) -> bool:
         """Whether both operands are integers in blocks along k."""
-        operands = (self.a, -1, _INTEGERS), (self.b, -min(2, len(self.b.shape)), _INTEGERS | {"int8", "int4"})
-        return all(x.blocks and x.blocks.axis == axis and x.blocks.format in names for x, axis, names in operands)
+        a = self.a.blocks
+        b = self.b.blocks
+        if a is None or b is None:
+            return False
+        along_k = a.axis == -1 and b.axis == -min(2, len(self.b.shape))
+        return along_k and a.format in _INTEGERS and b.format in _INTEGERS_OF_B
 
     @property
     def has_epilogue(self) -> bool:

@@ -101,6 +101,10 @@ class Reason:
         data = dict(self.data)
         names = data.get("dimensions")
         if isinstance(names, tuple):
-            data["listing"] = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-            data["verb"] = "is not a multiple" if len(names) == 1 else "are not multiples"
+            *first, last = names
+            data["listing"] = last
+            data["verb"] = "is not a multiple"
+            if first:
+                data["listing"] = f"{', '.join(first)} and {last}"
+                data["verb"] = "are not multiples"
         return self.kind.value.format(**data)

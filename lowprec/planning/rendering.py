@@ -51,7 +51,8 @@ def advise(plan: GemmPlan) -> tuple[Reason, ...]:
         advice.append(Reason.of(ReasonKind.LOW_INTENSITY, intensity=intensity, device=capabilities.flops_per_byte))
     converts = any(plan.rounded) and (call is None or call.pack_a or call.pack_b)
     # An element of ``a`` is used n times, one of ``b`` m times, two flops each.
-    if converts and plan.kernel_row.cost_per_element * (1 / (2 * n) + 1 / (2 * m)) > 1:
+    elements_per_flop = 1 / (2 * n) + 1 / (2 * m)
+    if converts and plan.kernel_row.cost_per_element * elements_per_flop > 1:
         advice.append(Reason.of(ReasonKind.ROUNDING_COSTS_MORE))
     return tuple(advice)
 
@@ -109,12 +110,12 @@ def epilogue_rows(plan: GemmPlan) -> Iterator[Row]:
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     """Return the description of an operand as multiplied."""
     operand = int(name == "b")
-    dtype = (plan.problem.a, plan.problem.b)[operand].dtype
+    spec = (plan.problem.a, plan.problem.b)[operand]
+    dtype = spec.dtype
     pack = None
     if plan.call:
         pack = (plan.call.pack_a, plan.call.pack_b)[operand]
     kernel = plan.kernel_row
-    spec = (plan.problem.a, plan.problem.b)[operand]
     rule = None
     if plan.quantized:
         rule = plan.quantized.rules[operand]

@@ -49,7 +49,8 @@ def make_schedule(
         step = chunk if pairs[0] == (0, 0) else whole
         for start in range(0, whole, step):
             stop = min(start + step, k)
-            products.append(PartProduct(a_part, b_part, start, stop, factor, bool(products), len(pairs)))
+            accumulates = bool(products)
+            products.append(PartProduct(a_part, b_part, start, stop, factor, accumulates, len(pairs)))
     return tuple(products)
 
 
@@ -57,7 +58,8 @@ def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Ite
     if row.sums_parts and not all(rounded):
         # If one operand has a single part, two ordinary products suffice, fewer than Karatsuba's three.
         if any(rounded):
-            yield [(int(rounded[0]), int(rounded[1]))], 2.0**-row.part_exponent
+            rest = (int(rounded[0]), int(rounded[1]))
+            yield [rest], 2.0**-row.part_exponent
         yield [(0, 0)], 1.0
         return
     splits_a, splits_b = rounded
@@ -66,7 +68,8 @@ def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Ite
         yield from (([pair], row.factor(pair)) for pair in formed)
         return
     for order in dict.fromkeys(map(sum, formed)):
-        pairs = sorted((pair for pair in formed if sum(pair) == order), reverse=True)
+        pairs = [pair for pair in formed if sum(pair) == order]
+        pairs.sort(reverse=True)
         yield pairs, row.factor(pairs[0])
 
 

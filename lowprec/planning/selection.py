@@ -89,13 +89,14 @@ def select_mode(
         size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
         why = _unsupported_reason(plan, size, rtol, excluded)
         accepted = why is None and chosen is None
-        least = roofline(plan)
+        seconds = getattr(roofline(plan), "seconds", None)
         if accepted:
             chosen = plan.mode
             why = Reason.of(ReasonKind.CHEAPEST)
         elif why is None:
             why = Reason.of(ReasonKind.NO_CHEAPER, chosen=chosen)
-        candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why, least.seconds if least else None))
+        cost = costs[plan.mode]
+        candidates.append(Candidate(plan.mode, size, cost, accepted, why, seconds))
     if chosen is None:
         sizes = {c.mode: c.bound for c in candidates}
         bounds = ", ".join(f"{plan.mode} {sizes[plan.mode]:.3g}" for plan in plans)

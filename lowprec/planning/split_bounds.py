@@ -34,10 +34,11 @@ cores are counted in full, as in the guaranteed bound.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from math import expm1, frexp, inf, log, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow, Pair
@@ -69,7 +70,8 @@ def gamma_text(fmt: NumberFormat) -> str:
 @lru_cache(maxsize=1024)
 def confidence(sums: int) -> float:
     """Return the lambda with which the probability that one of these sums exceeds its bound is ``FAILURE``."""
-    return sqrt(2 * log(2 * max(sums, 1) / FAILURE)) * (1 + 2.0**-23)
+    odds = 2 * max(sums, 1) / FAILURE
+    return sqrt(2 * log(odds)) * (1 + 2.0**-23)
 
 
 class Depth(NamedTuple):
@@ -88,8 +90,11 @@ class Depth(NamedTuple):
     def probable(self, fmt: NumberFormat, size: float) -> float:
         """Return the probable error, at most the worst; ``size`` is lambda of :func:`confidence`."""
         u = fmt.unit_roundoff
-        spread = expm1(min(size * sqrt(self.nearest) * u + self.nearest * u * u / (1 - u), 1.0))
-        return min(self.worst(fmt), spread + gamma(self.truncations, fmt) * (1 + spread))
+        deviation = size * sqrt(self.nearest) * u
+        drift = self.nearest * u * u / (1 - u)
+        spread = expm1(min(deviation + drift, 1.0))
+        truncated = gamma(self.truncations, fmt)
+        return min(self.worst(fmt), spread + truncated * (1 + spread))
 
 
 def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
@@ -104,9 +109,8 @@ def depths(schedule: tuple[PartProduct, ...], of_sum: Callable[[int], Depth]) ->
     sums: dict[Pair, tuple[Depth, float]] = {}
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
-        inexact = int(abs(frexp(product.factor)[0]) != 0.5)
         nearest, truncations = of_sum(product.length)
-        depth = Depth(nearest + added + inexact, truncations)
+        depth = Depth(nearest + added + _rounds(product), truncations)
         for pair in product.pairs:
             before = sums.get(pair)
             if before is None or before[0].total < depth.total:
@@ -122,11 +126,18 @@ def depths_by_chunks(
     For each chunk each product is summed from zero, in ``sums`` sums of ``of_chunk`` roundings, and then added.
     """
     additions = len(schedule) * chunks * sums
-    return {
-        pair: (Depth(of_chunk + additions - max(number, 1) + int(abs(frexp(product.factor)[0]) != 0.5)), product.factor)
-        for number, product in enumerate(schedule)
-        for pair in product.pairs
-    }
+    found: dict[Pair, tuple[Depth, float]] = {}
+    for number, product in enumerate(schedule):
+        added = additions - max(number, 1)
+        depth = Depth(of_chunk + added + _rounds(product))
+        found |= dict.fromkeys(product.pairs, (depth, product.factor))
+    return found
+
+
+def _rounds(product: PartProduct) -> bool:
+    """Whether the factor of a product is no power of two, so that multiplying by it rounds."""
+    mantissa, _ = frexp(product.factor)
+    return abs(mantissa) != 0.5
 
 
 def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
@@ -137,39 +148,33 @@ def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
     worst case, and that of k roundings to nearest is sqrt(k) u / 4; the bounds do not predict this ratio.
     """
     for chunk in (k, *CHUNKS):
-        if on_tensor_cores(min(chunk, k), fmt, capability).truncations <= 2 * sqrt(k):
+        depth = on_tensor_cores(min(chunk, k), fmt, capability)
+        if depth.truncations <= 2 * sqrt(k):
             return chunk if chunk < k else None
     if k > CHUNKS[-1]:
         return CHUNKS[-1]
     return None
 
 
-class RelativeError(NamedTuple):
-    """Guaranteed and probable bound of the relative error, and the formula of the guaranteed one."""
-
-    worst: float
-    probable: float
-    formula: str
+#: Guaranteed and probable bound of the relative error, and the formula of the guaranteed one.
+RelativeError: TypeAlias = tuple[float, float, str]
 
 
-class _Parts(NamedTuple):
-    weights: tuple[float, ...]
-    rest: float
-
-
-def _parts(row: ModeRow, is_split: bool, scaled_over: int) -> _Parts:
+def _parts(row: ModeRow, is_split: bool, scaled_over: int) -> tuple[tuple[float, ...], float]:
+    """Return the bounds of the parts of a number, and that of the rest."""
     if not is_split:
-        return _Parts((1.0,), 0.0)
+        return (1.0,), 0.0
     p = row.operand_format.precision
     count = row.parts
     lost = 2.0**-_SCALED_EXPONENT * sqrt(scaled_over)
     bits = count * p + count - 1
     rest = 0.0
-    if not (bits > _SINGLE_BITS):
+    if bits <= _SINGLE_BITS:
         rest = 2.0**-bits
     rest += lost * 2.0 ** (-row.part_exponent * (count - 1))
-    weights = (1 + 2.0**-p + lost, 2.0**-p + lost, 2.0 ** -(2 * p + 1))
-    return _Parts(weights[:count], rest)
+    u = 2.0**-p
+    weights = (1 + u + lost, u + lost, 2.0 ** -(2 * p + 1))
+    return weights[:count], rest
 
 
 def split_error(
@@ -188,15 +193,19 @@ def split_error(
     magnitudes of the terms relative to ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the length of
     scaled rows, 0 without scaling, and ``size`` lambda of :func:`confidence`.
     """
-    a, b = (_parts(row, split, scaled_over if split else 0) for split in is_split)
+    splits_a, splits_b = is_split
+    a, rest_a = _parts(row, splits_a, scaled_over)
+    b, rest_b = _parts(row, splits_b, scaled_over)
     if row.sums_parts and all(is_split):
         dropped = _karatsuba_rounding(row, a, b)
     else:
-        dropped = sum(x * y for i, x in enumerate(a.weights) for j, y in enumerate(b.weights) if (i, j) not in sums)
-    fixed = a.rest + b.rest + a.rest * b.rest + dropped
+        pairs = itertools.product(range(len(a)), range(len(b)))
+        dropped = sum(a[i] * b[j] for i, j in pairs if (i, j) not in sums)
+    fixed = rest_a + rest_b + rest_a * rest_b + dropped
     worst = probable = fixed
     for (i, j), (depth, factor) in sums.items():
-        weight = _weight(row, a, i) * _weight(row, b, j) * abs(factor) * growth
+        of_parts = _weight(row, a, i) * _weight(row, b, j)
+        weight = of_parts * abs(factor) * growth
         worst += weight * depth.worst(accumulator)
         probable += weight * depth.probable(accumulator, size)
     leading = sums[0, 0][0].total
@@ -204,20 +213,22 @@ def split_error(
         f"{fixed:.3g} by the split, gamma_{leading} of the leading product's sums, weighted ones of the others; "
         f"{gamma_text(accumulator)}"
     )
-    return RelativeError(worst, probable, formula)
+    return worst, probable, formula
 
 
-def _weight(row: ModeRow, parts: _Parts, index: int) -> float:
+def _weight(row: ModeRow, parts: tuple[float, ...], index: int) -> float:
     """Return the bound of a scaled part; the index after the last part means the sum of all parts."""
-    if index < len(parts.weights):
-        return float(parts.weights[index] * 2.0 ** (row.part_exponent * index))
+    count = len(parts)
+    if index < count:
+        return float(parts[index] * 2.0 ** (row.part_exponent * index))
     u = row.operand_format.unit_roundoff
-    return (1 + u) * sum(_weight(row, parts, i) for i in range(len(parts.weights)))
+    return (1 + u) * sum(_weight(row, parts, i) for i in range(count))
 
 
-def _karatsuba_rounding(row: ModeRow, a: _Parts, b: _Parts) -> float:
+def _karatsuba_rounding(row: ModeRow, a: tuple[float, ...], b: tuple[float, ...]) -> float:
     u = row.operand_format.unit_roundoff
     # Sums below the normal range are exact, because parts are multiples of 2^-24.
-    x, y = (_weight(row, parts, len(parts.weights)) for parts in (a, b))
+    x = _weight(row, a, len(a))
+    y = _weight(row, b, len(b))
     exact = x * y / (1 + u) ** 2
     return float(2.0**-row.part_exponent * (x * y - exact))

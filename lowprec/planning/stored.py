@@ -37,7 +37,8 @@ def reads_codes_of_b(plan: GemmPlan) -> bool:
 
 def prepared_reason(plan: GemmPlan, prepared_for: Mode) -> Reason:
     """Return the reason why the packed ``b`` is kept or not."""
-    return Reason.of(_reason_kind(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
+    kind = _reason_kind(plan, prepared_for)
+    return Reason.of(kind, kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
 
 
 def sparse_reason(plan: GemmPlan, call: CublasLtCall | None = None) -> Reason:
@@ -63,7 +64,8 @@ def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
     second = call.second
     d = call.d
     is_one = call.swapped and len(plan.schedule) == len(call.offsets) == call.batch_count == 1
-    if not is_one or call.epilogue not in ("DEFAULT", "BIAS") or call.c not in (None, d):
+    is_plain = call.epilogue in ("DEFAULT", "BIAS") and call.c in (None, d)
+    if not is_one or not is_plain:
         yield Reason.of(ReasonKind.SPARSE_CALLS)
     if call.pack_b is not None:
         yield Reason.of(ReasonKind.SPARSE_PACKED)

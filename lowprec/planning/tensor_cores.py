@@ -65,11 +65,13 @@ _EIGHT_BITS: tuple[_Model, ...] = (
     ((8, 9), Accumulation(32, 16, 13, -132, result_bits=13)),
 )
 
+_TF32: tuple[_Model, ...] = (((9, 0), Accumulation(8, 8, 25, -133)), ((8, 0), Accumulation(8, 4, 24, -132)))
+
 #: Models by operand format, the newest compute capability first; the last is the first that supports the format.
 _MODELS: dict[str, tuple[_Model, ...]] = {
     "float16": _SIXTEEN_BITS,
     "bfloat16": _SIXTEEN_BITS[:2],
-    "tf32": (((9, 0), Accumulation(8, 8, 25, -133)), ((8, 0), Accumulation(8, 4, 24, -132))),
+    "tf32": _TF32,
     "float8_e4m3fn": _EIGHT_BITS,
     "float8_e5m2": _EIGHT_BITS,
     "float64": (((8, 0), None),),

@@ -168,10 +168,10 @@ def test_split_batches_contains_every_matrix_once(shape, rows, most):
     stacks = [tuple(row[: len(shape)]) for row in rows]
     with mock.patch.object(calls, "MOST_MATRICES", most):
         batch_strides, runs = split_batches(shape, stacks)
-    assert max(run.matrices for run in runs) <= most
+    assert max(matrices for matrices, _ in runs) <= most
     walked = sorted(
         tuple(o + i * s for o, s in zip(offset, batch_strides, strict=True))
-        for run in runs for offset in run.offsets for i in range(run.matrices)
+        for matrices, offsets in runs for offset in offsets for i in range(matrices)
     )  # fmt: skip
     expected = sorted(
         tuple(sum(i * s for i, s in zip(index, strides, strict=True)) for strides in stacks)

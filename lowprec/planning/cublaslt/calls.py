@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import add
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 from lowprec.formats import BlockFormat, ComputeType, DType
 from lowprec.planning.layout import MatrixStack
@@ -82,7 +82,9 @@ class Packing:
             high, wide = rule.block
         if rule.scaling != "vector" and high <= TILE_VECTORS:
             return 0
-        return prod(source.batch_shape) * -(-source.rows // high) * -(-source.cols // max(wide, 1))
+        tall = -(-source.rows // high)
+        across = -(-source.cols // max(wide, 1))
+        return prod(source.batch_shape) * tall * across
 
     @property
     def scale_bytes(self) -> int:
@@ -100,16 +102,23 @@ class Packing:
         if not self.scaled:
             return 0
         lines = self.padded_rows
+        tall = -(-lines // 128)
         blocks = -(-self.leading_dimension // 128)
         if self.scale_mode == "VEC128_32F":
             return lines * blocks
         if self.scale_mode == "BLK128x128_32F":
-            return -(-lines // 128) * (blocks + -blocks % 4)
+            return tall * (blocks + -blocks % 4)
         if self.scale_mode == "VEC32_UE8M0":  # tiles of 128 x 4 bytes
-            return -(-lines // 128) * blocks * 128
+            return tall * blocks * 128
         if self.scale_mode == "VEC16_UE4M3":  # such tiles, each of 32 bytes of codes along k
-            return self.factor_words + -(-lines // 128) * -(-self.leading_dimension // 32) * 128
+            wide = -(-self.leading_dimension // 32)
+            return self.factor_words + tall * wide * 128
         return prod(self.source.batch_shape) * max(lines, self.source.rows)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether a kernel applies scales of rows to the product."""
+        return self.scaled and (not self.scale_mode or self.factor_words > 0)
 
     @property
     def rows(self) -> int:
@@ -210,7 +219,8 @@ class CublasLtCall:
         """Modes of the scales of first and second, empty without."""
         if self.first.codes:
             return self.first.codes.scale_mode, self.first.codes.scale_mode
-        a, b = (pack.scale_mode if pack else "" for pack in (self.pack_a, self.pack_b))
+        a = getattr(self.pack_a, "scale_mode", "")
+        b = getattr(self.pack_b, "scale_mode", "")
         if self.swapped:
             return (b, a)
         return (a, b)
@@ -235,12 +245,16 @@ class CublasLtCall:
         padded_m = -(-m // 1024) * 1024
         padded_n = -(-n // 1024) * 1024
         padded_k = -(-k // 128) * 128
-        operands = ((padded_m + padded_n) * padded_k * slices + 4 * (padded_m + padded_n)) * parts
-        sums = min(4 * padded_m * padded_n * parts**2 * slices, 1 << 32) * -(-k // 8192)
+        lines = padded_m + padded_n
+        operands = lines * (padded_k * slices + 4) * parts
+        pieces = -(-k // 8192)
+        of_piece = 4 * padded_m * padded_n * parts**2 * slices
+        sums = min(of_piece, 1 << 32) * pieces
         complex_sums = 0
         if parts == 2:
             complex_sums = 8 * m * n * 4
-        exponents = 4 * ((m + n) * -(-k // 64) + m * n) * parts
+        blocks = -(-k // 64)
+        exponents = 4 * ((m + n) * blocks + m * n) * parts
         most = max(operands + max(sums, complex_sums), exponents)
         return most * self.batch_count * 5 // 4 + (128 << 20)
 
@@ -253,11 +267,8 @@ class CublasLtCall:
         return replace(self, first=first, second=second), before_first, before_second
 
 
-class _Run(NamedTuple):
-    """Calls over the same number of matrices, and for each the offset of every array's first matrix, in elements."""
-
-    matrices: int
-    offsets: tuple[Shape, ...]
+#: Calls over the same number of matrices, and for each the offset of every array's first matrix, in elements.
+_Run: TypeAlias = tuple[int, tuple[Shape, ...]]
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_Run, ...]]:
@@ -266,23 +277,28 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_
     Return the batch stride of each array, in elements, and one run, or two if the calls cannot have the same number of
     matrices. No dimension is empty.
     """
-    dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
+    axes = list(zip(*stacks, strict=True))
+    dimensions = coalesce(list(zip(shape, axes, strict=True)))
     # cuBLASLt does not document negative batch strides.
     forward = [i for i, (_, strides) in enumerate(dimensions) if min(strides) >= 0]
     count = 1
     strides = (0,) * len(stacks)
     if forward:
-        count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
-    each = -(-count // -(-count // MOST_MATRICES))  # calls of similar sizes
+        largest = max(forward, key=lambda i: dimensions[i][0])
+        count, strides = dimensions.pop(largest)
+    calls = -(-count // MOST_MATRICES)
+    each = -(-count // calls)  # calls of similar sizes
     parts, rest = divmod(count, each)
     steps = [tuple(each * i * stride for stride in strides) for i in range(parts + 1)]
     starts = tuple(offsets_of(dimensions, len(stacks)))
 
     def run(count: int, steps: Sequence[Shape]) -> _Run:
-        return _Run(count, tuple(tuple(map(add, start, step)) for start in starts for step in steps))
+        offsets = [tuple(map(add, start, step)) for start in starts for step in steps]
+        return count, tuple(offsets)
 
-    runs: tuple[_Run, ...] = (run(each, steps[:-1]),)
+    runs = [run(each, steps[:-1])]
     if rest:
-        runs = (*runs, run(rest, steps[-1:]))
-    assert sum(x.matrices * len(x.offsets) for x in runs) == prod(shape)
-    return strides, runs
+        runs.append(run(rest, steps[-1:]))
+    matrices = sum(count * len(offsets) for count, offsets in runs)
+    assert matrices == prod(shape)
+    return strides, tuple(runs)

@@ -66,6 +66,7 @@ def _call(
         first, second = second, first
     stacks = [x.batch_strides for x in (first, second, c or d, d)]
     strides, runs = split_batches(inputs.layout.batch_shape, stacks)
+    batch_count, offsets = runs[0]
     call = CublasLtCall(
         compute_type=inputs.plan.cublas_compute_type,
         scale_dtype=inputs.summed_in,
@@ -76,8 +77,8 @@ def _call(
         second=_matrix(second, strides[1], inputs.codes),
         d=_matrix(d, strides[3]),
         c=_matrix(c, strides[2]) if c else None,
-        batch_count=runs[0].matrices,
-        offsets=runs[0].offsets,  # type: ignore[arg-type]  # four each, by construction
+        batch_count=batch_count,
+        offsets=offsets,  # type: ignore[arg-type]  # four each, by construction
         epilogue="DEFAULT" if staged else _epilogue(inputs.problem),
         pack_a=pack_a,
         pack_b=pack_b,
@@ -105,10 +106,12 @@ def _op(operand: MatrixStack, swapped: bool) -> Op:
 
 
 def _epilogue(problem: GemmProblem) -> str:
-    activation = ""
+    names = []
     if problem.activation:
-        activation = ACTIVATIONS[problem.activation].fused
-    return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
+        names.append(ACTIVATIONS[problem.activation].fused)
+    if problem.bias:
+        names.append("BIAS")
+    return "_".join(names) or "DEFAULT"
 
 
 def _result(inputs: Inputs) -> MatrixStack:
@@ -152,7 +155,7 @@ def _reasons_to_stage(inputs: Inputs, pack_a: Packing | None, pack_b: Packing | 
         yield Reason.of(ReasonKind.RESULT_STRIDES)
     if inputs.k_contiguous and not (inputs.aligned and _has_aligned_strides(out)):
         yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.kernels, step=STEP_BYTES)
-    if any(pack and pack.scaled and (not pack.scale_mode or pack.factor_words) for pack in (pack_a, pack_b)):
+    if any(pack and pack.has_factors for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
     if pack_b and inputs.k_contiguous and pack_b.padded_rows != pack_b.rows:
         yield Reason.of(ReasonKind.PADDED_COLUMNS, step=STEP_BYTES)
@@ -160,7 +163,8 @@ def _reasons_to_stage(inputs: Inputs, pack_a: Packing | None, pack_b: Packing | 
         yield Reason.of(ReasonKind.PADDED_ROWS, data=data, rows=inputs.rows)
     if inputs.k_contiguous and out.order == "col":
         yield Reason.of(ReasonKind.ROWS_ONLY, data=inputs.kernels)
-    if inputs.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
+    has_terms = problem.has_alpha or problem.has_beta or problem.bias is not None
+    if inputs.as_real and (out.order != "row" or has_terms):
         yield Reason.of(ReasonKind.REAL_PRODUCT)
     yield from _reasons_of_epilogue(inputs)
 

@@ -44,19 +44,23 @@ def reason_to_widen(plan: GemmPlan) -> Reason | None:
     """
     operands = (plan.problem.a, plan.problem.b)
     layout = plan.layout
-    a, b = (x.blocks if x.blocks and not x.dtype.is_float8 else None for x in operands)
+    a, b = (None if x.dtype.is_float8 else x.blocks for x in operands)
     if not (a or b):
         return None
     if not (a and b and a.format == b.format in _READ_AS_CODES):
-        names = [blocks.format if blocks else x.dtype for x, blocks in zip(operands, (a, b), strict=True)]
-        return Reason.of(ReasonKind.OTHER_BLOCKS, a=names[0], b=names[1], formats=" or ".join(_READ_AS_CODES))
+        of_a = a.format if a else operands[0].dtype
+        of_b = b.format if b else operands[1].dtype
+        formats = " or ".join(_READ_AS_CODES)
+        return Reason.of(ReasonKind.OTHER_BLOCKS, a=of_a, b=of_b, formats=formats)
     if (plan.capabilities.compute_capability or (0, 0)) < BLOCK_SCALES_SINCE:
         return Reason.of(ReasonKind.NO_BLOCK_SCALES)
-    along_k = a.axis == -1 and b.axis == -min(len(operands[1].shape), 2)
+    k_axis = -min(len(operands[1].shape), 2)
+    along_k = a.axis == -1 and b.axis == k_axis
     if not along_k or layout.batch_count > 1 or len(plan.schedule) > 1:
         return Reason.of(ReasonKind.NOT_ONE_PRODUCT_OF_BLOCKS)
     k_step = BLOCKED_K_STEP[4]  # FP8 is padded
-    if layout.m % _BLOCKED_STEP or layout.n % _BLOCKED_STEP or multiple(layout.k, a.row.block) % k_step:
+    k = multiple(layout.k, a.row.block)
+    if layout.m % _BLOCKED_STEP or layout.n % _BLOCKED_STEP or k % k_step:
         return Reason.of(ReasonKind.BLOCK_EXTENTS, data=a.format, step=_BLOCKED_STEP, k_step=k_step)
     return None
 
@@ -104,6 +108,16 @@ class Inputs(NamedTuple):
         return self.codes.name if self.codes else self.data
 
 
+def _addend(problem: GemmProblem, layout: GemmLayout) -> MatrixStack | None:
+    """Return ``c`` as matrices, None if it is not added or BLAS cannot express it."""
+    if not problem.has_beta or problem.c is None:
+        return None
+    c = addend_layout(problem.c, problem.a, problem.b, layout)
+    if c is None or not c.blas_expressible:
+        return None
+    return c
+
+
 def inputs_of(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> Inputs:
     problem = plan.problem
     layout = plan.layout
@@ -117,21 +131,18 @@ def inputs_of(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> Inp
             modes = None
     elif plan.quantized and not widen and len(plan.schedule) == 1:
         fp4 = fp4_units_multiply(plan.quantized.rules, layout, plan.capabilities.compute_capability)
-        codes = None
-        if fp4:
-            codes = _READ_AS_CODES["nvfp4"]
+        codes = _READ_AS_CODES["nvfp4"] if fp4 else None
     if aligned and not widen and problem.a.blocks and reason_to_widen(plan) is None:
         codes = _READ_AS_CODES.get(problem.a.blocks.format)
     as_real = plan.compute_dtype.is_complex and not data.is_complex
     k_contiguous = codes is not None or reads_k_contiguous(data)
-    c = None
-    if problem.has_beta and problem.c:
-        c = addend_layout(problem.c, problem.a, problem.b, layout)
-    c = c if c and c.blas_expressible else None
+    c = _addend(problem, layout)
     c_fits = not problem.has_beta or (c is not None and _by_column(c).order == "col")
     if c_fits and not (k_contiguous or as_real or problem.bias is not None):
         # As row-major matrices, single columns have leading dimension 1, which excludes all 16-byte accesses.
-        layout = replace(layout, b=_by_column(layout.b), out=_by_column(layout.out))
+        b = _by_column(layout.b)
+        out = _by_column(layout.out)
+        layout = replace(layout, b=b, out=out)
     if c is not None and layout.out.order == "col":
         c = _by_column(c)
     if pad_rows and data is DType.INT8:

@@ -38,28 +38,43 @@ def lowered_operand(inputs: Inputs, name: Name) -> tuple[MatrixStack, Packing | 
     else:
         strides = (0,) * len(batch)
     packed = MatrixStack(pack.dtype, rows, cols, leading, 1, batch, strides, "row", leading)
-    return (replace(packed.transposed, order="col", leading_dimension=leading) if transposed else packed), pack
+    if transposed:
+        packed = _as_columns(packed)
+    return packed, pack
+
+
+def _as_columns(packed: MatrixStack) -> MatrixStack:
+    """Return the transpose of row-major matrices."""
+    return replace(packed.transposed, order="col", leading_dimension=packed.leading_dimension)
 
 
 def _codes(inputs: Inputs, fmt: BlockFormat, name: Name) -> tuple[MatrixStack, Packing | None]:
     """Return an operand as rows of codes along k, and their packing if they are quantised or padded."""
-    stack = (inputs.layout.a, inputs.layout.b)[name == "b"]
+    stack = inputs.layout.a
+    rows = stack.rows
+    if name == "b":
+        stack = inputs.layout.b
+        rows = stack.cols
     batch = inputs.layout.batch_shape
-    rows = stack.rows if name == "a" else stack.cols
     stored = multiple(inputs.layout.k, fmt.block)
     k = multiple(stored, BLOCKED_K_STEP[fmt.bits])
     packing = None
     if inputs.rule(name):
-        packing, _ = _pack(inputs, stack, name, Reason.of(ReasonKind.QUANTIZED), 1)
+        reason = Reason.of(ReasonKind.QUANTIZED)
+        packing, _ = _pack(inputs, stack, name, reason, 1)
         rows = padded(rows, DType.INT8)
-        packing = replace(packing, dtype=DType.INT8, leading_dimension=k // 2, padded_rows=rows)
-        packing = replace(packing, scale_mode=fmt.scale_mode)
+        packing = replace(
+            packing, dtype=DType.INT8, leading_dimension=k // 2, padded_rows=rows, scale_mode=fmt.scale_mode
+        )
     elif k != stored:
         source = MatrixStack.of(DType.INT8, rows, stored, stored, 1)
         reason = Reason.of(ReasonKind.PADDED_K, data=fmt.name, step=BLOCKED_K_STEP[fmt.bits])
         packing = Packing(source, DType.INT8, k, rows, reasons=(reason,))
-    codes = MatrixStack(inputs.data, rows, k, k, 1, batch, (0,) * len(batch), "row", k)
-    return (codes if name == "a" else replace(codes.transposed, order="col", leading_dimension=k)), packing
+    strides = (0,) * len(batch)
+    codes = MatrixStack(inputs.data, rows, k, k, 1, batch, strides, "row", k)
+    if name == "b":
+        codes = _as_columns(codes)
+    return codes, packing
 
 
 def _reason_to_pack(inputs: Inputs, stack: MatrixStack, name: Name, parts: int) -> Reason | None:
@@ -95,8 +110,9 @@ def _pack(inputs: Inputs, stack: MatrixStack, name: Name, reason: Reason, parts:
     if inputs.scale_modes:
         scale_mode = inputs.scale_modes[name == "b"]
     # Scales of blocks are multiplied in, unless cuBLASLt applies them.
-    scales = rule is not None and (bool(scale_mode) or rule.has_tensor_scale or rule.scaling == "vector")
-    scaled = inputs.plan.scaled[name == "b"] or scales
+    scaled = inputs.plan.scaled[name == "b"]
+    if rule is not None:
+        scaled = scaled or bool(scale_mode) or rule.has_tensor_scale or rule.scaling == "vector"
     transposed = stack.order == "col"
     if inputs.k_contiguous or scaled or inputs.as_real or rule is not None:
         transposed = name == "b"
