@@ -5,7 +5,8 @@ A backend caches here the packed ``b`` of a product, under a key of everything t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,52 +68,92 @@ class PreparedView(ArrayView):
         return self._transposed
 
 
+class KernelCodes(NamedTuple):
+    """The codes of a quantised array in the order of a backend's kernels."""
+
+    address: int
+    memory: NDArray[Any]
+    lanes: int  # numbers of 32 bits in a vector of the kernels, on which the order depends
+    restored: Callable[[], Any]  # returns the quantised array with new codes
+
+
 class QuantizedView(PreparedView):
     """The view of a quantised array, without its scale.
 
     Codes with scales of blocks are described by their values in bfloat16: element type and strides are those of the
-    widened numbers, which exist only while a product reads them. ``address`` is that of the codes.
+    widened numbers, which exist only while a product reads them. ``address`` is that of the codes. A view of ``kept``
+    codes has no others: ``quantized`` is restored from them each time.
     """
 
-    __slots__ = ("blocks", "is_prepared", "quantized")
+    __slots__ = ("_quantized", "blocks", "is_prepared", "kept")
     is_prepared: bool  # type: ignore[misc]  # slots
     blocks: Blocks  # type: ignore[misc]
-    quantized: Any  # type: ignore[misc]
+    kept: KernelCodes | None  # type: ignore[misc]
 
-    def __init__(self, view: ArrayView, blocks: Blocks, quantized: Any, is_prepared: bool = False) -> None:
+    def __init__(
+        self,
+        view: ArrayView,
+        blocks: Blocks,
+        quantized: Any,
+        is_prepared: bool = False,
+        kept: KernelCodes | None = None,
+    ) -> None:
         super().__init__(view, "fp32", {})
         self.blocks = blocks
-        self.quantized = quantized
+        self._quantized = quantized
         self.is_prepared = is_prepared
+        self.kept = kept
+
+    @property
+    def quantized(self) -> Any:
+        """The quantised array."""
+        if self.kept is None:
+            return self._quantized
+        return self.kept.restored()
 
     def stored(self) -> tuple[ArrayView, ...]:
-        return self.quantized._stored()  # type: ignore[no-any-return]
+        if self.kept is not None:
+            return ()
+        return self._quantized._stored()  # type: ignore[no-any-return]
 
     def source(self, array: Any) -> Any:
-        return self.quantized.codes
+        if self.kept is not None:
+            return None
+        return self._quantized.codes
 
     def widened(self) -> ArrayView:
         """Return the view of the widened numbers; this view if they have no scales of blocks."""
-        if self.quantized.scales is None:
+        if not self.blocks.row.block:
             return self
         wide: ArrayView = self.quantized._widened()
         return ArrayView(self.dtype, self.shape, self.strides, self.device, wide.owner, True, wide.address)
 
-    def prepared(self) -> QuantizedView:
-        """Return the view of which products keep the codes in the order of their kernel."""
-        return QuantizedView(self, self.blocks, self.quantized, is_prepared=True)
+    def prepared(self, kept: KernelCodes | None) -> QuantizedView:
+        """Return the view of which products keep the codes in the order of their kernel; of ``kept`` codes alone."""
+        if kept is None:
+            return QuantizedView(self, self.blocks, self.quantized, is_prepared=True)
+        memory = ArrayView(self.dtype, self.shape, self.strides, self.device, kept.memory, True, kept.address)
+        return QuantizedView(memory, self.blocks, None, is_prepared=True, kept=kept)
 
     @property
     def transposed(self) -> PreparedView:
-        view: QuantizedView = self.quantized.T._view
+        kept = self.kept
+        if kept is None:
+            view: QuantizedView = self.quantized.T._view
+            if self.is_prepared:
+                view = view.prepared(None)
+        else:
+            shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
+            blocks = self.blocks._replace(axis=-3 - self.blocks.axis)
+            of_transposed = kept._replace(restored=lambda: kept.restored().T)
+            view = QuantizedView(self.strided(shape, strides), blocks, None, is_prepared=True, kept=of_transposed)
         if self.is_prepared:
-            view = view.prepared()
             view.packed = self.packed
         return view
 
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""
-        if self.quantized.scales is None:
+        if not self.blocks.row.block:
             return super().ndarray()
         return self.widened().ndarray()
 

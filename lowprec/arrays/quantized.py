@@ -164,7 +164,7 @@ class QuantizedArray(Prepared):
         xp = np
         if type(values) is not np.ndarray:
             xp = array_module(values)
-        return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
+        return adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
     @property
     def _row(self) -> BlockFormat:
@@ -271,8 +271,8 @@ def quantized_array(
     x: Any, shape: tuple[int, ...], row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
 ) -> QuantizedArray:
     """Return codes and scales, in host memory or of the library of ``x``, as arrays of this library."""
-    adopted = [None if part is None else _adopted(part, x) for part in stored]
-    codes, scales, zeros = (*adopted, None, None)[:3]
+    parts = [None if part is None else adopted(part, x) for part in stored]
+    codes, scales, zeros = (*parts, None, None)[:3]
     return QuantizedArray(codes, scales, row.name, shape, axis, scale, zeros)
 
 
@@ -384,7 +384,7 @@ def codes_view(codes: Any) -> ArrayView:
     return library_of(bits).view(bits)
 
 
-def _adopted(array: Any, like: Any) -> Any:
+def adopted(array: Any, like: Any) -> Any:
     """Return a NumPy array on the same memory as an array of the library of ``like``; others are returned unchanged."""
     if not isinstance(array, np.ndarray) or library_of(like).name in ("numpy", "dlpack"):
         return array

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from numpy.typing import NDArray
 
 from lowprec.arrays import ArrayView, Device
+from lowprec.arrays.prepared_view import KernelCodes, QuantizedView
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
 
@@ -86,6 +87,9 @@ class Backend(Protocol):
         self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
     ) -> AbstractContextManager[ArrayView]:
         """Return a temporary row-major array for a ``with`` block that queues work on a stream."""
+
+    def reordered(self, view: QuantizedView) -> KernelCodes | None:
+        """Return a copy of codes in the order of the kernels; None if there is no such order."""
 
     def release_memory(self) -> None:
         """Free memory that is cached for later products."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lowprec import policy
 from lowprec.arrays import ArrayView, library_of
 from lowprec.arrays.prepared_view import Prepared, PreparedView, copy_of
+from lowprec.arrays.quantized import QuantizedArray
 from lowprec.arrays.sparsity import check_sparsity, sparse_copy
 from lowprec.backends import backend_of
 from lowprec.core.arguments import spec_of
@@ -78,7 +79,10 @@ class PreparedOperand(Prepared):
     @property
     def nbytes(self) -> int:
         """Bytes used now by the copy and the packed operands."""
-        return spec_of(self._view).stored_bytes + self.packed_bytes
+        stored: int = spec_of(self._view).stored_bytes
+        if self._view.kept is not None:
+            stored = self._view.kept.memory.nbytes
+        return stored + self.packed_bytes
 
     @property
     def packed_bytes(self) -> int:
@@ -95,6 +99,14 @@ class PreparedOperand(Prepared):
         if self.ndim < 2:
             raise ShapeError(f"a prepared operand of shape {self.shape} has no transpose; it needs two axes")
         return PreparedOperand(self._view.transposed)
+
+    def quantized(self) -> QuantizedArray | None:
+        """Return the quantised array; None if the array was not quantised.
+
+        Its codes and scales are new arrays if the operand stores them in the order of the kernels.
+        """
+        array: QuantizedArray | None = self._view.quantized
+        return array
 
     def release(self) -> None:
         """Free the packed operands; the next product packs again."""
@@ -115,7 +127,7 @@ class PreparedOperand(Prepared):
                 f"a prepared operand on {self.device} cannot be pickled; pickle the array and prepare it after loading"
             )
         if self._view.blocks:
-            return prepare, (self._view.quantized,)
+            return prepare, (self.quantized(),)
         if self._view.sparse_axis == -1:
             return attrgetter("T"), (self.T,)
         again = functools.partial(prepare, math_mode=self.math_mode, sparsity=self.sparsity)
@@ -136,7 +148,8 @@ def prepare(
     Parameters
     ----------
     b : array or QuantizedArray, shape (..., k, n) or (k,)
-        Operand, as for :func:`matmul`. An array is copied: later writes to it have no effect.
+        Operand, as for :func:`matmul`. An array is copied: later writes to it have no effect. The codes of a quantised
+        array in host memory are copied to the order in which the kernels read them.
     math_mode : str, MathMode or Recipe, optional
         The mode for which the packed ``b`` is kept, by default the current mode. It does not set the mode of a product.
     sparsity : {"2:4"}, optional
@@ -184,7 +197,8 @@ def prepare(
     if isinstance(b, Prepared) and b._like is not None:  # quantised: it is immutable, and keeps packed codes itself
         if sparsity is not None or prune:
             raise UnsupportedError("b is a quantised array, which has no sparsity; quantise a pruned array instead")
-        return PreparedOperand(b._view.prepared())  # type: ignore[attr-defined]  # a QuantizedView
+        quantized: Any = b._view
+        return PreparedOperand(quantized.prepared(backend_of(quantized.device).reordered(quantized)))
     library = library_of(b)
     view = library.view(b)
     if not view.ndim:

@@ -10,6 +10,7 @@ import pytest
 
 import lowprec
 from lowprec import recipes
+from lowprec.backends.cpu import library as native
 from lowprec.backends.cpu import products
 from lowprec.formats import BLOCK_FORMATS, FLOAT8_E5M2, FLOAT8_E8M0FNU, BlockFormat
 from lowprec.modes import available_modes
@@ -196,9 +197,48 @@ def test_first_products_in_threads_and_pickles():
         turned = lowprec.prepare(lowprec.quantize(b.T.copy(), fmt)).T
         np.testing.assert_array_equal(lowprec.matmul(a, turned), want)
         assert (turned.dtype, turned.shape) == (fmt, (512, 512))
-        assert turned.nbytes - turned.packed_bytes == q.nbytes
+        assert turned.nbytes - turned.packed_bytes == q.nbytes  # no vector is added to whole strips
         again = pickle.loads(pickle.dumps(lowprec.prepare(q)))
         np.testing.assert_array_equal(lowprec.matmul(a, again), want)
+
+
+PREPARED = [(fmt, shape, axis) for fmt in FORMATS for shape, axis in (((70, 33), 0), ((2, 33, 96), 2), ((77,), 0))]
+
+
+@pytest.mark.parametrize(("fmt", "shape", "axis"), PREPARED)
+def test_a_prepared_quantised_array_has_no_reference_to_its_codes(fmt, shape, axis):
+    x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    q = lowprec.quantize(x, fmt, axis=axis)
+    prepared = lowprec.prepare(q)
+    for found, want in ((prepared, q), (prepared.T.T, q), (prepared.T, q.T)) if len(shape) > 1 else ((prepared, q),):
+        restored = found.quantized()
+        assert (restored.shape, restored.axis, restored.scale) == (want.shape, want.axis, want.scale)
+        np.testing.assert_array_equal(restored.codes, want.codes)
+        if want.scales is not None:
+            np.testing.assert_array_equal(restored.scales, want.scales)
+    codes = weakref.ref(q.codes)
+    restored = want = found = None
+    del q
+    gc.collect()
+    is_reordered = bool(native.units()) and fmt != "fp8"
+    assert (prepared._view.kept is not None) == is_reordered
+    if is_reordered:
+        assert codes() is None
+
+
+def test_restored_codes_are_of_the_library_of_the_codes(torch):
+    q = lowprec.quantize(torch.ones(64, 32), "mxfp4", axis=0)
+    restored = lowprec.prepare(q).quantized()
+    assert torch.equal(restored.codes, q.codes)
+    assert torch.equal(restored.dequantize(), q.dequantize())
+
+
+def test_a_prepared_affine_array_has_its_zeros():
+    x = np.random.default_rng(4).standard_normal((70, 33)).astype(np.float32)
+    q = lowprec.quantize(x, "int4", axis=0, symmetric=False)
+    restored = lowprec.prepare(q).quantized()
+    np.testing.assert_array_equal(restored.zeros, q.zeros)
+    np.testing.assert_array_equal(restored.dequantize(), q.dequantize())
 
 
 def test_other_arguments_refuse_quantised_arrays(torch):
@@ -297,7 +337,8 @@ def test_codes_are_read_in_place_and_freed():
             np.testing.assert_array_equal(
                 lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, gaps, math_mode=mode)
             )
-        assert prepared.packed_bytes == gaps.nbytes  # one copy in the order of vectors, of 160 columns and 256 of k
+        assert prepared.packed_bytes == 0
+        assert prepared.nbytes == gaps.nbytes  # in the order of the kernels, of 160 columns and 256 of k
         del gaps
     weak = weakref.ref(q)
     gc.disable()

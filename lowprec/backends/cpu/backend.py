@@ -11,6 +11,7 @@ from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import library, numpy_products, products, quantized_products
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
+from lowprec.backends.cpu.kernel_codes import reordered as reordered
 from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import os
+import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from lowprec.errors import BackendError
-from lowprec.formats import DType
+from lowprec.formats import BlockFormat, DType
 from lowprec.policy import environment
 
 T = TypeVar("T")
@@ -48,6 +49,9 @@ UNITS = tuple(INSTRUCTION_SETS)
 
 #: Numbers of 32 bits in a vector.
 _LANES = {"avx2": 8, "avxvnni": 8, "neon": 4}
+
+#: Returns an ``lp_call``, in a tenth of the time of ctypes.
+call_bytes = struct.Struct("@10P4diQ").pack
 
 #: ``lp_status``.
 OK, UNSUPPORTED, NO_MEMORY, NOT_FINITE = range(4)
@@ -247,6 +251,11 @@ def units() -> frozenset[str]:
 def lanes(unit: int) -> int:
     """Return the numbers of 32 bits in a vector of a unit, on which the order of stored codes depends."""
     return _LANES.get(UNITS[unit].partition("_")[2], 16)
+
+
+def block_type(fmt: BlockFormat) -> int:
+    """Return the ``lp_type`` of a format."""
+    return BLOCK_TYPES["uint4" if fmt.has_zeros else fmt.name]
 
 
 def offsets(dimensions: Iterable[tuple[int, int]]) -> Any:

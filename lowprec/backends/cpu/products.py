@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,7 +19,7 @@ import numpy as np
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import copy_of
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
-from lowprec.backends.cpu import library, quantizing, threads
+from lowprec.backends.cpu import kernel_codes, library, quantizing, threads
 from lowprec.backends.cpu.library import Matrix, Product, Scheme
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.errors import BackendError
@@ -36,17 +35,13 @@ from lowprec.util.strides import coalesce
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, **{activation: i for i, activation in enumerate(Activation, 1)}}
 
-#: Returns an ``lp_call``, in a tenth of the time of ctypes.
-_call = struct.Struct("@10P4diQ").pack
+_call = library.call_bytes
 
 #: Flops up to which a product runs in the calling thread.
 _ALONE = 1 << 19
 
 #: Bytes of offsets up to which they are kept with the executor.
 _KEPT_BYTES = 1 << 20
-
-#: Of packed operands.
-_ALIGNMENT = 64
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -205,19 +200,13 @@ def _batch_axes(layout: GemmLayout) -> tuple[list[int], list[int]]:
 
 
 def _pack(product: Product, b: ArrayView, draw: int) -> PackedOperand:
-    pack, address = library.functions().pack, ctypes.addressof(product)
+    kept = b.kept
+    if kept is not None and kept.lanes == library.lanes(product.unit):
+        return PackedOperand((kept.address, kept.memory), 0)
     addresses, keep = _codes(b).value if b.blocks and b.blocks.row.block else ((b.address, 0, 0), b)
-    at, *scales = addresses
-    call = _call(0, at, 0, *scales, 0, 0, 0, 0, 0, 1.0, 0.0, 0.0, 0.0, threads.num_threads(), draw)
-    nbytes = pack(address, call, None)
-    if nbytes < 0:
-        raise BackendError("the compiled library does not pack operands of this type")
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    at = -(-data_pointer(memory) // _ALIGNMENT) * _ALIGNMENT
-    if pack(address, call, at) < 0:
-        raise MemoryError("no memory to round an operand")
+    memory = kernel_codes.packed(product, addresses, draw)
     del keep
-    return PackedOperand((at, memory), nbytes)
+    return PackedOperand((data_pointer(memory), memory), memory.nbytes)
 
 
 def _codes(b: ArrayView) -> PackedOperand:
@@ -300,7 +289,7 @@ def _matrix(x: MatrixStack | None, batch: Sequence[int], shared: Sequence[int]) 
 
 def _describe_codes(x: Matrix, offsets: list[Any], fmt: BlockFormat) -> None:
     """Change strides between elements to those between bytes of contiguous codes and scales."""
-    x.type = library.BLOCK_TYPES["uint4" if fmt.has_zeros else fmt.name]
+    x.type = library.block_type(fmt)
     x.block = fmt.block
     x.scale_col = x.col // fmt.block * (4 if fmt.has_float_scales else 1)
     x.row = x.row * fmt.bits // 8

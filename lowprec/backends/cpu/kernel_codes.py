@@ -1,0 +1,126 @@
+"""Codes of a quantised array in the order of the kernels, in which ``lowprec.prepare`` keeps them.
+
+The order is that of ``native/codes.hpp``: strips of as many vectors as a register has lanes, with rows of codes, of
+scales and of zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowprec.arrays.numpy_library import aligned_empty
+from lowprec.arrays.prepared_view import KernelCodes, QuantizedView
+from lowprec.arrays.quantized import QuantizedArray, adopted, part_shapes, quantized_array
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import library, threads
+from lowprec.backends.cpu.library import Matrix, Product
+from lowprec.errors import BackendError
+from lowprec.formats import BlockFormat
+
+
+def reordered(view: QuantizedView) -> KernelCodes | None:
+    """Return a copy of codes in the order of the kernels; None if no kernel has an order for them."""
+    row = view.blocks.row
+    units = [library.UNITS.index(name) for name in library.units() if name.startswith("fp32")]
+    if not (units and row.block and view.blocks.axis >= -2 and view.size):
+        return None
+    unit = max(units, key=library.lanes)
+    lanes = library.lanes(unit)
+    array = view.quantized
+    row = row.of_length(array.shape[array.axis])
+    memory = _packed(array, row, unit)
+    like = adopted(np.empty(0, np.uint8), array.codes)
+    description = _Array(array.shape, array.axis, array.scale, row, like)
+    return KernelCodes(data_pointer(memory), memory, lanes, functools.partial(_restored, description, lanes, memory))
+
+
+def _packed(array: QuantizedArray, row: BlockFormat, unit: int) -> Any:
+    """Return the memory of the codes, scales and zeros of an array in the order of a unit."""
+    parts = [np.ascontiguousarray(x) for x in (array.codes, array.scales, array.zeros) if x is not None]
+    *batch, vectors, nbytes = (1, *parts[0].shape)
+    batches = prod(batch)
+    offsets = np.arange(batches) * (vectors * nbytes)
+    b = Matrix(
+        col=nbytes, batch_offsets=data_pointer(offsets), scale_col=parts[1].shape[-1] * parts[1].itemsize,
+        block=row.block, type=library.block_type(row),
+    )  # fmt: skip
+    product = Product(1, vectors, array.shape[array.axis], batches, b=b, unit=unit)
+    product.c.type = product.bias.type = -1
+    return packed(product, [*map(data_pointer, parts), 0])
+
+
+def packed(product: Product, addresses: Sequence[int], draw: int = 0) -> Any:
+    """Return the memory of ``b`` packed for a product; ``addresses`` are those of ``b``, its scales and its zeros."""
+    at, scales, zeros = addresses[:3]
+    pointers = 0, at, 0, scales, zeros, 0, 0, 0, 0, 0
+    call = library.call_bytes(*pointers, 1.0, 0.0, 0.0, 0.0, threads.num_threads(), draw)
+    pack = library.functions().pack
+    description = ctypes.addressof(product)
+    nbytes = pack(description, call, None)
+    if nbytes < 0:
+        raise BackendError("the compiled library does not pack operands of this type")
+    memory = aligned_empty((nbytes,), np.dtype(np.uint8))
+    if pack(description, call, data_pointer(memory)) < 0:
+        raise MemoryError("no memory to round an operand")
+    return memory
+
+
+class _Array(NamedTuple):
+    """The description of a quantised array."""
+
+    shape: tuple[int, ...]
+    axis: int
+    scale: float
+    row: BlockFormat
+    like: Any  # an array without elements, of the library of its codes
+
+
+def _restored(array: _Array, lanes: int, memory: Any) -> QuantizedArray:
+    """Return an array with new codes, scales and zeros, from those in the order of the kernels."""
+    shapes = part_shapes(array.shape, array.axis, array.row)
+    of_codes = shapes[0]
+    batches = prod(of_codes[:-2])
+    vectors = prod(of_codes[-2:-1])
+    counts = _row_counts(array, shapes[1][-1])
+    strips = -(-vectors // lanes)
+    nbytes = strips * sum(counts) * 4 * lanes
+    rows = memory.reshape(batches, -1)[:, :nbytes].reshape(batches, strips, sum(counts), 4 * lanes)
+    stored = []
+    first = 0
+    for name, shape, count in zip(("codes", "scales", "zeros"), shapes, counts, strict=False):
+        of_part = rows[:, :, first : first + count]
+        first += count
+        in_runs = name == "codes" and array.row.bits == 8
+        size = 4 if name == "scales" and array.row.has_float_scales else 1
+        part = np.zeros((batches, vectors, shape[-1] * size), np.uint8)
+        found = _by_vector(of_part, lanes, in_runs)[:, :vectors, : part.shape[-1]]
+        part[..., : found.shape[-1]] = found
+        stored.append(part.view(np.float32 if size == 4 else np.uint8).reshape(shape))
+    return quantized_array(array.like, array.shape, array.row, array.axis, stored, array.scale)
+
+
+def _row_counts(array: _Array, blocks: int) -> list[int]:
+    """Return the numbers of rows of codes, scales and zeros in a strip."""
+    row = array.row
+    fours = -(-blocks // 4)
+    codes = -(-array.shape[array.axis] // 32) * row.bits
+    counts = [codes, blocks if row.has_float_scales else fours]
+    if row.has_zeros:
+        counts.append(fours)
+    return counts
+
+
+def _by_vector(rows: Any, lanes: int, in_runs: bool) -> Any:
+    """Return the bytes of each vector from rows of dwords of the vectors, or of runs of bytes of the vectors."""
+    batches, strips, count, _ = rows.shape
+    if in_runs:
+        found = rows.reshape(batches, strips, count, 4, lanes).transpose(0, 1, 4, 2, 3)
+    else:
+        found = rows.reshape(batches, strips, count, lanes, 4).transpose(0, 1, 3, 2, 4)
+    return found.reshape(batches, strips * lanes, count * 4)
