@@ -1,14 +1,18 @@
 """``intercept``: lowprec computes the products of an unmodified program of NumPy, SciPy and scikit-learn, on Linux.
 
 The BLAS calls of all loaded libraries arrive at `backends/cpu/native/blas.cpp`, so no function of NumPy is replaced,
-and no Python runs in a product.
+and no Python runs in a product. Inner loops of NumPy's products are replaced, too: float16 never reaches the BLAS.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
+
+import numpy as np
+from numpy._core import _multiarray_umath  # type: ignore[attr-defined]
 
 from lowprec import policy
 from lowprec.core import blas
@@ -23,17 +27,19 @@ from lowprec.policy.entries import Entry
 _REASONS = (
     None,
     PassedBy.ELEMENT_TYPE,
-    PassedBy.LINEAR_ALGEBRA,
-    PassedBy.VECTORS,
     PassedBy.LONG,
     PassedBy.NO_MEMORY,
+    PassedBy.LINEAR_ALGEBRA,
+    PassedBy.VECTORS,
     PassedBy.OTHER_THREAD,
     PassedBy.LAYER,
+    PassedBy.OWN_LOOP,
 )
-_TYPES = {b"s": "float32", b"d": "float64", b"c": "complex64", b"z": "complex128"}
+#: NumPy's letters of the letters of the BLAS.
+_LETTERS = {b"s": "f", b"c": "F", b"z": "D"}
 _NOT_SEEN = (
-    "Not seen: products of float16 and integers, of a column and a row, einsum without optimize, and others that "
-    "NumPy's own loops multiply."
+    "Not seen: dot, inner and tensordot of float16, integers and objects, einsum without optimize, outer, banded, "
+    "packed and sparse matrices, and others that are multiplied by loops of their own."
 )
 
 
@@ -42,8 +48,9 @@ class intercept(Interception):
 
     They are the calls of BLAS's ``gemm``, ``gemv``, ``symm``, ``hemm``, ``syrk``, ``herk``, ``gemmt``, ``trmm``,
     ``symv`` and ``hemv``, by ``@``, ``dot``, ``ndarray.dot``, ``einsum(optimize=True)``, ``scipy.linalg.blas`` and all
-    others. Products of ``dot`` and ``ger`` and those inside LAPACK and other solvers keep their precision; modes that
-    quantise compute products with vectors in ``bf16``. :meth:`report` names these, and products that are not seen.
+    others, and ``@`` of float16, in FP32 or a mode that quantises. Products of ``dot`` and ``ger`` and those inside
+    LAPACK and other solvers keep their precision; modes that quantise compute products with vectors in ``bf16``.
+    :meth:`report` names these, and products that are not seen.
 
     The block applies to this thread and to those that it starts. It is not to be left in another task of asyncio: leave
     it before an ``await``.
@@ -102,8 +109,11 @@ class intercept(Interception):
 
     def _install(self) -> None:
         blas.install(True)
+        if len(self._holders) == 1:
+            _loops(True)
 
     def _uninstall(self) -> None:
+        _loops(False)
         blas.install(False)
 
     def _hold(self, holder: Entry) -> None:
@@ -125,14 +135,12 @@ class intercept(Interception):
         """Move the counters of a scope to the ledger."""
         for x in blas.take_counts(scope):
             reason = _REASONS[x.reason]
-            mode = "" if reason else scope.rules.modes[x.mode].name.decode()
-            row = LedgerRow(x.caller.decode(), blas.routine(x.routine), _TYPES[x.letter], mode=mode, passed_by=reason)
+            mode = "fp32" if x.mode < 0 else scope.rules.modes[x.mode].name.decode()
+            row = _row(x, x.caller.decode(), "" if reason else mode, reason)
             shapes = ((x.m, x.k), (x.k, x.n)) if x.m else ()
             self.ledger.add_sum(row, x.calls, x.multiplications, x.m * x.n * x.k, shapes)
         for x in blas.take_counts(None):
-            self.ledger.mention(
-                LedgerRow("", blas.routine(x.routine), _TYPES[x.letter], passed_by=PassedBy.OTHER_THREAD)
-            )
+            self.ledger.mention(_row(x, "", "", PassedBy.OTHER_THREAD))
 
     def _adapt(self, block: Entry) -> None:
         """Let a scope follow the policy of this thread, if it is the innermost one."""
@@ -161,6 +169,31 @@ class intercept(Interception):
         rounded = "float64" in taken or "complex128" in taken
         cast = ["float64 operands were rounded once, to the numbers of the mode (cast=True)."] if rounded else []
         return [*cast, _NOT_SEEN]
+
+
+def _row(x: blas.Count, layer: str, mode: str, reason: PassedBy | None) -> LedgerRow:
+    dtype = np.dtype(_LETTERS.get(x.letter, x.letter.decode())).name
+    return LedgerRow(layer, blas.routine(x.routine), dtype, mode=mode, passed_by=reason)
+
+
+def _loops(is_on: bool) -> None:
+    """Set loops of the compiled library, or NumPy's own ones, in NumPy's functions of products.
+
+    Source: ``PyUFunc_ReplaceLoopBySignature``, entry 30 of NumPy's ``_UFUNC_API``.
+    """
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    pointer_of = pointer(("PyCapsule_GetPointer", ctypes.pythonapi))
+    table = ctypes.cast(pointer_of(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p))
+    replace = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, *3 * [ctypes.c_void_p])(table[30])
+    functions = [getattr(np, name, None) for name in ("matmul", "matvec", "vecmat", "vecdot")]
+    kinds = [(function, kind) for function in functions if function for kind in function.types]
+    for slot, (function, (letter, *_)) in enumerate(kinds):
+        ours, original = blas.loop(slot, function.__name__, letter)
+        types = (ctypes.c_int * 3)(*3 * [np.dtype(letter).num])
+        if is_on:
+            replace(function, ours, types, original)
+        else:
+            replace(function, original.contents, types, None)
 
 
 def _follow(whole_process: bool) -> None:

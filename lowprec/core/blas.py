@@ -172,6 +172,13 @@ def install(is_on: bool) -> None:
     _function("install", None, _I32)(is_on)
 
 
+def loop(slot: int, name: str, letter: str) -> tuple[int, Any]:
+    """Return the loop of NumPy's function of a name for a type, and the place for the address of NumPy's own one."""
+    original = ctypes.POINTER(_POINTER)()
+    function = _function("loop", _POINTER, _I32, ctypes.c_char_p, ctypes.c_char, _POINTER)
+    return function(slot, name.encode(), letter.encode(), ctypes.byref(original)), original
+
+
 class Scope:
     """A scope for the thread that enters it and those that it starts, or for all threads without one."""
 

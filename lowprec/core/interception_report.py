@@ -48,6 +48,7 @@ class PassedBy(StrEnum):
     STORAGE = "sparse, quantised or nested storage"
     LINEAR_ALGEBRA = "a solver or a factorisation, not a product"
     VECTORS = "vectors are not rounded"
+    OWN_LOOP = "a loop of NumPy, which calls no BLAS"
     LONG = "the inner dimension is too long for one sum of the mode"
     NO_MEMORY = "no memory for the operands of the product"
     PRECISION = "the program chooses its precision"

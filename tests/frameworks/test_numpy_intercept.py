@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from numpy import dot as dot_before
 
 import lowprec
 import lowprec.numpy as ln
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.skipif(
 
 #: Unit roundoff of bfloat16, to which both operands of a product are rounded.
 UNIT = 2.0**-8
-TYPES = (np.float32, np.float64, np.complex64, np.complex128)
 
 
 @pytest.fixture(autouse=True)
@@ -39,163 +37,6 @@ def _restored():
 def draw(*shape, dtype=np.float32, seed=0):
     x = np.random.default_rng(seed).standard_normal((2, *shape))
     return (x[0] + 1j * x[1] if np.dtype(dtype).kind == "c" else x[0]).astype(dtype)
-
-
-def stacked(x, n=2):
-    return np.stack([x * (i + 1) for i in range(n)])
-
-
-#: Functions of a (6, 8), b (8, 5) that the mode computes.
-ROUTES = {
-    "@": lambda a, b: a @ b,
-    "batch": lambda a, b: stacked(a) @ b,
-    "batches": lambda a, b: np.matmul(stacked(a)[:, None], stacked(b, 3)),
-    "views": lambda a, b: a[::-1, ::2] @ b[::2, ::-2],
-    "transposed": lambda a, b: b.T @ a.T,
-    "by its transpose": lambda a, b: a @ a.T,
-    "of a broadcast row": lambda a, b: np.broadcast_to(a[:1], a.shape) @ b,
-    "out": lambda a, b: np.matmul(a, b, out=np.empty((6, 5), a.dtype)),
-    "in place": lambda a, b: (c := a @ a.T, np.matmul(c, c, out=c))[1],
-    "matrix and vector": lambda a, b: a @ b[:, 0],
-    "vector and matrix": lambda a, b: b[:, 0] @ a.T,
-    "dot": lambda a, b: np.dot(a, b),
-    "dot, out": lambda a, b: np.dot(a, b, out=np.empty((6, 5), a.dtype)),
-    "dot of a stack": lambda a, b: np.dot(a, b[:, 0]),
-    "ndarray.dot": lambda a, b: a.dot(b),
-    "a function imported by name": lambda a, b: dot_before(a, b),
-    "inner": lambda a, b: np.inner(a, b.T),
-    "tensordot": lambda a, b: np.tensordot(stacked(a), b, 1),
-    "einsum, optimized": lambda a, b: np.einsum("ij,jk->ik", a, b, optimize=True),
-    "multi_dot": lambda a, b: np.linalg.multi_dot([a, b, b.T]),
-    "matvec": lambda a, b: np.matvec(a, b[:, 0]),
-    "vecmat": lambda a, b: np.vecmat(a[0], b),
-    "matrix_power": lambda a, b: np.linalg.matrix_power(a @ a.T, 3),
-    "cov": lambda a, b: np.cov(a),
-    "memmap": lambda a, b: a.view(np.memmap) @ b,
-    "matrix": lambda a, b: np.asarray(a.view(np.matrix) * b.view(np.matrix)),
-    "masked array": lambda a, b: np.ma.dot(np.ma.array(a), np.ma.array(b)).data,
-}
-#: Functions of vectors (8,), whose products keep their precision, and of a (6, 8) in LAPACK.
-KEPT = {
-    "vectors": lambda a: a[0] @ a[1],
-    "dot of vectors": lambda a: np.dot(a[0], a[1]),
-    "vdot": lambda a: np.vdot(a[0], a[1]),
-    "inner of vectors": lambda a: np.inner(a[0], a[1]),
-    "vecdot": lambda a: np.vecdot(a, a[::-1]),
-    "convolve": lambda a: np.convolve(a[0], a[1]),
-    "row and column": lambda a: a[:1] @ a[:1].T,
-    "svd": lambda a: np.linalg.svd(a)[1],
-    "qr": lambda a: np.linalg.qr(a)[1],
-    "solve": lambda a: np.linalg.solve(a[:, :6], a[:, 6]),
-    "inv": lambda a: np.linalg.inv(a[:, :6]),
-    "lstsq": lambda a: np.linalg.lstsq(a, a[:, 0])[0],
-    "eigvals": lambda a: np.linalg.eigvals(a[:, :6]),
-    "eigh": lambda a: np.linalg.eigh(a[:, :6])[0],
-    "cholesky": lambda a: np.linalg.cholesky(np.eye(6, dtype=a.dtype)),
-    "det": lambda a: np.linalg.det(a[:, :6]),
-}
-#: Functions whose products NumPy's own loops multiply, which are in a remark of each report.
-NOT_SEEN = {
-    "einsum": lambda a, b: np.einsum("ij,jk->ik", a, b),
-    "float16": lambda a, b: a.astype(np.float16) @ b.astype(np.float16),
-    "integers": lambda a, b: a.astype(int) @ b.astype(int),
-    "column and row": lambda a, b: a[:, :1] @ b[:1],
-    "outer": lambda a, b: np.outer(a[0], b[0]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", ROUTES)
-def test_a_product_is_taken(name, dtype):
-    if name in ("matvec", "vecmat") and not hasattr(np, name):
-        pytest.skip("since NumPy 2.2")
-    if name in ("views", "of a broadcast row") and np.lib.NumpyVersion(np.__version__) < "2.4.0":
-        pytest.skip("older releases of NumPy multiply arrays of such strides by their own loops")
-    a, b = draw(6, 8, dtype=dtype), draw(8, 5, dtype=dtype, seed=1)
-    call, wide = ROUTES[name], np.result_type(dtype, np.float64)
-    plain, true = call(a, b), call(a.astype(wide), b.astype(wide))
-    size = float(np.linalg.norm(call(np.abs(a).astype(np.float64), np.abs(b).astype(np.float64))))
-    for mode, unit in {"bf16": UNIT, "fp32": 2.0**-24}.items():
-        with ln.intercept(mode, cast=True) as seen:
-            found = call(a, b)
-        report = seen.report()
-        assert report.taken
-        assert not report.passed
-        assert {p.mode for p in report.taken} == {mode}
-        assert type(found) is type(plain)
-        assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
-        # Two operands rounded once, at most three products deep, and complex sums; FP32 sums 8 products.
-        error = float(np.linalg.norm(found - true))
-        assert error <= 8 * (2 * unit + 2.0**-20) * max(size, float(np.linalg.norm(true)))
-        assert mode == "fp32" or error > 2.0**-8 * UNIT * float(np.linalg.norm(true))
-    assert np.array_equal(call(a, b), plain)
-
-
-#: NumPy convolves complex vectors by loops of its own.
-KEPT_OF_TYPES = [(name, dtype) for name in KEPT for dtype in TYPES if name != "convolve" or np.dtype(dtype).kind == "f"]
-
-
-@pytest.mark.parametrize(("name", "dtype"), KEPT_OF_TYPES)
-def test_products_of_vectors_and_in_solvers_keep_their_precision(name, dtype):
-    a = draw(6, 8, dtype=dtype)
-    plain = KEPT[name](a)
-    with ln.intercept("bf16", cast=True) as seen:
-        found = KEPT[name](a)
-    report = seen.report()
-    assert np.array_equal(found, plain)
-    assert not report.taken
-    assert {p.passed_by for p in report.passed} <= {PassedBy.VECTORS, PassedBy.LINEAR_ALGEBRA, PassedBy.LAYER}
-    assert all(p.multiplications for p in report.passed)
-
-
-#: Functions of SciPy of a (32, 32), and the routines that are taken and that are passed by.
-OF_SCIPY = {
-    "sgemm": (lambda a, linalg: linalg.blas.sgemm(1, a, a), {"gemm"}, set()),
-    "sgemv": (lambda a, linalg: linalg.blas.sgemv(1, a, a[0]), {"gemv"}, set()),
-    "ssymm": (lambda a, linalg: linalg.blas.ssymm(1, a, a), {"symm"}, set()),
-    "ssymv": (lambda a, linalg: linalg.blas.ssymv(1, a, a[0]), {"symv"}, set()),
-    "ssyrk": (lambda a, linalg: linalg.blas.ssyrk(1, a), {"syrk"}, set()),
-    "strmm": (lambda a, linalg: linalg.blas.strmm(1, a, a), {"trmm"}, set()),
-    "ssyr2k": (lambda a, linalg: linalg.blas.ssyr2k(1, a, a), set(), {"syr2k"}),
-    "strmv": (lambda a, linalg: linalg.blas.strmv(a, a[0]), set(), {"trmv"}),
-    "sdot": (lambda a, linalg: linalg.blas.sdot(a[0], a[1]), set(), {"dot"}),
-    "sger": (lambda a, linalg: linalg.blas.sger(1, a[0], a[1]), set(), {"ger"}),
-    "cdotu": (lambda a, linalg: linalg.blas.cdotu(a[0] * 1j, a[1]), set(), {"dotu"}),
-    "cdotc": (lambda a, linalg: linalg.blas.zdotc(a[0] * 1j, a[1]), set(), {"dotc"}),
-    "lu_factor": (lambda a, linalg: linalg.lu_factor(a)[0], set(), {"getrf"}),
-    "svd": (lambda a, linalg: linalg.svd(a)[1], set(), {"gesdd"}),
-    "qr": (lambda a, linalg: linalg.qr(a)[1], set(), {"geqrf", "orgqr"}),
-    "eigvals": (lambda a, linalg: linalg.eigvals(a), set(), {"geev"}),
-    "cholesky": (lambda a, linalg: linalg.cholesky(np.eye(32, dtype="f")), set(), {"potrf"}),
-}
-
-
-@pytest.mark.parametrize("name", OF_SCIPY)
-def test_calls_of_scipy_are_taken_or_counted(name):
-    linalg = pytest.importorskip("scipy.linalg", reason="scipy is not installed")
-    call, taken, passed = OF_SCIPY[name]
-    a = draw(32, 32)
-    plain = call(a, linalg)
-    with ln.intercept("bf16") as seen:
-        found = call(a, linalg)
-    report = seen.report()
-    assert {p.operator for p in report.taken} == taken
-    assert {p.operator for p in report.passed} == passed
-    assert all(p.count == 1 for p in report.products), "a query of the size of a workspace is no call"
-    assert np.array_equal(found, plain) is not bool(taken)
-    # Two operands rounded once.
-    assert np.linalg.norm(found - plain) <= (2 * UNIT + UNIT**2) * np.linalg.norm(call(np.abs(a), linalg)) or not taken
-
-
-@pytest.mark.parametrize("name", NOT_SEEN)
-def test_products_of_numpys_loops_are_named(name):
-    a, b = draw(6, 8), draw(8, 5, seed=1)
-    plain = NOT_SEEN[name](a, b)
-    with ln.intercept("bf16", cast=True) as seen:
-        found = NOT_SEEN[name](a, b)
-    assert np.array_equal(found, plain)
-    assert " ".join(str(seen.report()).split()).endswith(ln._NOT_SEEN)
 
 
 def test_float64_is_cast_only_on_request():

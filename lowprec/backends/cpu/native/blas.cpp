@@ -16,6 +16,20 @@ struct Complex64 {
     double re, im;
 };
 
+template <class Value, int NUMBERS, int NUMBER, char OF_BLAS> struct TypeOf {
+    using Real = Value;
+    static constexpr int PLANES = NUMBERS;
+    static constexpr int TYPE = NUMBER;  // lp_type of its operands
+    static constexpr char LETTER = OF_BLAS;
+    static constexpr bool IS_WIDE = sizeof(Real) == sizeof(double);
+};
+template <class T> struct Type;
+template <> struct Type<uint16_t> : TypeOf<uint16_t, 1, LP_F16, 'e'> {};
+template <> struct Type<float> : TypeOf<float, 1, LP_F32, 's'> {};
+template <> struct Type<double> : TypeOf<double, 1, LP_F32, 'd'> {};
+template <> struct Type<Complex32> : TypeOf<float, 2, LP_C64, 'c'> {};
+template <> struct Type<Complex64> : TypeOf<double, 2, LP_C64, 'z'> {};
+
 enum Op { PLAIN,
           TRANSPOSED,
           ADJOINT,
@@ -139,13 +153,13 @@ lp_matrix coded(lp_quantizer& q, bool is_b) {
 }
 
 // Describes the rounding of the vectors of a (rows) or b (columns) along k, and the operand as it is after it.
-void describe_rounding(lp_product& product, const Product& p, bool is_b) {
+void describe_rounding(lp_product& product, const Product& p, int of_source, bool is_b) {
     const Operand& from = is_b ? p.b : p.a;
     const int64_t vectors = is_b ? p.n : p.m;
     lp_matrix& rounded = is_b ? product.b : product.a;
     lp_quantizer& q = product.rounding[is_b];
     q = p.mode->rounding[is_b];
-    q.type = LP_F32;
+    q.type = of_source;
     q.batches = 1;
     q.vectors = vectors;
     q.k = product.k;
@@ -169,9 +183,11 @@ bool has_few(const Product& p) {
     return p.m == 1 || p.n == 1 || p.m * p.n * p.k <= FEW;
 }
 
-// A product whose operands are float32 or complex64 in memory; -> lp_status.
-int32_t multiply(const Product& p, int planes) {
-    const int type = planes == 2 ? LP_C64 : LP_F32;
+// A product whose operands are float16, float32 or complex64 in memory; -> lp_status.
+int32_t multiply(const Product& p, int type) {
+    const bool is_complex = type == LP_C64;
+    const bool quantises = p.mode->quantises && !is_complex;
+    const bool is_exact = type == LP_F16 && !quantises;  // modes round float32
     const bool adds = p.beta[0] != 0 || p.beta[1] != 0;
     lp_product product = {};
     product.m = p.m;
@@ -183,8 +199,9 @@ int32_t multiply(const Product& p, int planes) {
     product.out = described(p.row, p.col, type);
     product.c = described(p.row, p.col, adds ? type : -1);
     product.bias = described(0, 0, -1);
-    product.scheme = p.mode->scheme[planes - 1];
-    product.unit = has_few(p) && !p.mode->quantises ? p.mode->unit_of_few : p.mode->unit[planes - 1];
+    if (!is_exact) product.scheme = p.mode->scheme[is_complex];
+    const bool is_few = is_exact || (has_few(p) && !p.mode->quantises);
+    product.unit = is_few ? p.mode->unit_of_few : p.mode->unit[is_complex];
     lp_call call = {};
     call.a = p.a.at;
     call.b = p.b.at;
@@ -194,17 +211,19 @@ int32_t multiply(const Product& p, int planes) {
     memcpy(call.beta, p.beta, sizeof call.beta);
     const int64_t ALONE = 1 << 18;  // multiplications up to which the calling thread multiplies alone
     call.threads = p.m * p.n * p.k <= ALONE ? 1 : p.threads;
-    if (planes == 1 && p.mode->quantises) {
-        describe_rounding(product, p, false);
-        describe_rounding(product, p, true);
+    if (quantises) {
+        describe_rounding(product, p, type, false);
+        describe_rounding(product, p, type, true);
     }
     return lp_gemm(&product, &call);
 }
 
 bool needs_copy(const Operand& x) { return x.is_conjugate || x.stored != WHOLE || x.is_overwritten; }
 
-template <class Real, int PLANES> Reason compute(const Product& p) {
-    const bool is_wide = sizeof(Real) == sizeof(double);
+template <class T> Reason compute(const Product& p) {
+    using Real = typename Type<T>::Real;
+    constexpr int PLANES = Type<T>::PLANES;
+    const bool is_wide = Type<T>::IS_WIDE;
     const lp_scheme& scheme = p.mode->scheme[PLANES - 1];
     const bool rounds_later = scheme.format != LP_EXACT && scheme.parts_a < 2;
     lp::Memory memory[3];
@@ -230,32 +249,12 @@ template <class Real, int PLANES> Reason compute(const Product& p) {
         copied.alpha[0] = 1;
         copied.alpha[1] = copied.beta[0] = copied.beta[1] = 0;
     }
-    if (multiply(copied, PLANES)) return NO_MEMORY;
+    if (multiply(copied, Type<T>::TYPE)) return NO_MEMORY;
     if (!is_direct) combine<Real, PLANES>(p, (const float*)copied.out);
     return TAKEN;
 }
 
-template <class T> struct Type;
-template <> struct Type<float> {
-    using Real = float;
-    static constexpr int PLANES = 1;
-    static constexpr char LETTER = 's';
-};
-template <> struct Type<double> {
-    using Real = double;
-    static constexpr int PLANES = 1;
-    static constexpr char LETTER = 'd';
-};
-template <> struct Type<Complex32> {
-    using Real = float;
-    static constexpr int PLANES = 2;
-    static constexpr char LETTER = 'c';
-};
-template <> struct Type<Complex64> {
-    using Real = double;
-    static constexpr int PLANES = 2;
-    static constexpr char LETTER = 'z';
-};
+template <> Reason compute<uint16_t>(const Product& p) { return multiply(p, LP_F16) ? NO_MEMORY : TAKEN; }
 
 template <class T> void set(double (&to)[2], const void* from) {
     using Real = typename Type<T>::Real;
@@ -264,10 +263,13 @@ template <class T> void set(double (&to)[2], const void* from) {
     if (Type<T>::PLANES == 2) to[1] = ((const Real*)from)[Type<T>::PLANES - 1];
 }
 
+thread_local bool has_arrived;  // a call of the BLAS, since it was set to false
+
 // Computes and counts a product; false if the BLAS is to compute it.
 template <class T> bool takes(Product& p, const void* caller) {
-    using Real = typename Type<T>::Real;
     const int planes = Type<T>::PLANES;
+    const bool is_half = Type<T>::TYPE == LP_F16;
+    has_arrived = true;
     if (p.m < 1 || p.n < 1 || p.k < 1 || (p.alpha[0] == 0 && p.alpha[1] == 0) || passes_all()) return false;
     const Call call = {Type<T>::LETTER, p.routine, p.m, p.n, p.k, p.m * p.n * p.k, caller};
     Scope* scope = scope_of_thread();
@@ -276,7 +278,7 @@ template <class T> bool takes(Product& p, const void* caller) {
         return false;
     }
     const lp_blas& rules = rules_of(scope);
-    const bool is_wide = sizeof(Real) == sizeof(double);
+    const bool is_wide = Type<T>::IS_WIDE;
     const bool is_of_vector = p.routine == GEMM && (p.m == 1 || p.n == 1);
     const bool is_inside = is_inside_lapack() || is_of_solver(caller);
     int rule = is_of_vector ? GEMV : p.routine;
@@ -292,14 +294,15 @@ template <class T> bool takes(Product& p, const void* caller) {
         p.mode = &rules.modes[number];
         p.threads = rules.threads;
         const bool is_exact = !p.mode->quantises && p.mode->scheme[0].format == LP_EXACT;
-        const bool is_blas_own = is_exact && !is_wide && has_few(p);  // in FP32, and in less time
+        const bool is_blas_own = is_exact && !is_wide && !is_half && has_few(p);  // in FP32, and in less time
         if (p.mode->is_native) reason = is_wide ? TAKEN : ELEMENT_TYPE;
         else if ((is_wide && !rules.casts) || p.mode->unit[planes - 1] < 0) reason = ELEMENT_TYPE;
         else if (planes == 1 && p.k > p.mode->most_k) reason = LONG;
-        else if (!is_blas_own) reason = compute<Real, planes>(p);
+        else if (!is_blas_own) reason = compute<T>(p);
         is_computed = reason == TAKEN && !p.mode->is_native && !is_blas_own;
     }
-    count(scope, call, reason, number);
+    const bool is_of_fp32 = is_half && reason == TAKEN && !p.mode->quantises;
+    count(scope, call, reason, is_of_fp32 ? -1 : number);
     return is_computed;
 }
 
@@ -465,6 +468,7 @@ template <class T> bool ger(const Arguments& x, const void* caller) {
 
 // A routine whose calls are counted alone.
 template <class T> bool counted(int routine, int64_t multiplications, const void* caller) {
+    has_arrived = true;
     if (multiplications > 0 && !passes_all() && !is_inside_lapack())
         count(scope_of_thread(), {Type<T>::LETTER, routine, 0, 0, 0, multiplications, caller}, NOT_TAKEN, -1);
     return false;
@@ -674,6 +678,59 @@ template <class I> void add_types() {
     add_type<Complex64, I>();
 }
 
+// -- loops of NumPy ----------------------------------------------------------------------------------
+//
+// Products of float16 are computed. Calls of loops that do not reach the BLAS are counted.
+
+typedef void Loop(char** arrays, const intptr_t* sizes, const intptr_t* steps, void* data);
+struct Replaced {
+    Loop* original;
+    int routine;
+    char letter;
+};
+const int LOOPS = 96;
+Replaced loops[LOOPS];
+
+bool multiplies_half(char* const* arrays, const intptr_t* sizes, const intptr_t* steps, const void* caller) {
+    const auto in_elements = [&](int i) { return (int64_t)(steps[i] / (intptr_t)sizeof(uint16_t)); };
+    Product p = {};
+    p.m = sizes[1];
+    p.k = sizes[2];
+    p.n = sizes[3];
+    p.a = {arrays[0], in_elements(3), in_elements(4), false, WHOLE, GENERAL, false};
+    p.b = {arrays[1], in_elements(5), in_elements(6), false, WHOLE, GENERAL, false};
+    p.out = arrays[2];
+    p.row = in_elements(7);
+    p.col = in_elements(8);
+    p.alpha[0] = 1;
+    return takes<uint16_t>(p, caller);
+}
+
+template <int SLOT> void loop(char** arrays, const intptr_t* sizes, const intptr_t* steps, void* data) {
+    const Replaced& x = loops[SLOT];
+    const void* const caller = __builtin_return_address(0);
+    if (x.letter == Type<uint16_t>::LETTER && x.routine == MATMUL) {
+        char* each[] = {arrays[0], arrays[1], arrays[2]};
+        const intptr_t one[] = {1, sizes[1], sizes[2], sizes[3]};
+        for (intptr_t i = 0; i < sizes[0]; i++) {
+            if (!multiplies_half(each, one, steps, caller)) x.original(each, one, steps, data);
+            for (int array = 0; array < 3; array++) each[array] += steps[array];
+        }
+        return;
+    }
+    has_arrived = false;
+    x.original(arrays, sizes, steps, data);
+    if (has_arrived || passes_all()) return;
+    int64_t multiplications = sizes[0] * sizes[1];
+    if (x.routine != VECDOT) multiplications *= sizes[2];
+    if (x.routine == MATMUL) multiplications *= sizes[3];
+    if (multiplications) count(scope_of_thread(), {x.letter, x.routine, 0, 0, 0, multiplications, caller}, OWN_LOOP, -1);
+}
+template <int... SLOT> Loop* loop_of(int slot, std::integer_sequence<int, SLOT...>) {
+    static Loop* const all[] = {loop<SLOT>...};
+    return all[slot];
+}
+
 }  // namespace
 
 Functions* functions_of(char letter, int routine, bool is_cblas, bool is_64) {
@@ -690,4 +747,17 @@ Functions* functions_of(char letter, int routine, bool is_cblas, bool is_64) {
 }
 
 }  // namespace lp::blas
+
+using namespace lp::blas;
+
+LP_API void* lp_blas_loop(int32_t slot, const char* name, char letter, void** original) {
+    for (int routine = MATMUL; slot < LOOPS && routine < FIRST_OF_LAPACK; routine++) {
+        if (strcmp(name, name_of(routine))) continue;
+        loops[slot].routine = routine;
+        loops[slot].letter = letter;
+        *original = (void*)&loops[slot].original;
+        return (void*)loop_of(slot, std::make_integer_sequence<int, LOOPS>());
+    }
+    return nullptr;
+}
 #endif

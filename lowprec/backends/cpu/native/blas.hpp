@@ -9,19 +9,20 @@ namespace lp::blas {
 // is that of rules.
 enum Routine {
     GEMM, GEMV, SYMM, HEMM, SYRK, HERK, GEMMT, TRMM, SYMV, HEMV, DOT, GER, COMPUTED,
-    SYR2K = COMPUTED, HER2K, TRMV, DOTU, DOTC, DOTU_SUB, DOTC_SUB, FIRST_OF_LAPACK
+    SYR2K = COMPUTED, HER2K, TRMV, DOTU, DOTC, DOTU_SUB, DOTC_SUB, MATMUL, MATVEC, VECMAT, VECDOT, FIRST_OF_LAPACK
 };
 // Rules that are no routine's: of the products inside LAPACK and other solvers.
 enum { INSIDE_SOLVERS = COMPUTED };
 
-enum Reason { TAKEN, ELEMENT_TYPE, SOLVER, VECTORS, LONG, NO_MEMORY, OTHER_THREAD, NOT_TAKEN, REASONS };
+// Products are counted by shape up to NO_MEMORY.
+enum Reason { TAKEN, ELEMENT_TYPE, LONG, NO_MEMORY, SOLVER, VECTORS, OTHER_THREAD, NOT_TAKEN, OWN_LOOP, REASONS };
 // clang-format on
 
 struct Scope;
 
 // A call, for the counters.
 struct Call {
-    char letter;  // of the type: s, d, c or z
+    char letter;  // of the type: s, d, c or z; in loops of NumPy its letter
     int routine;
     int64_t m, n, k;
     int64_t multiplications;

@@ -213,10 +213,9 @@ void count(Scope* scope, const Call& call, Reason reason, int mode) {
         scope = &outside;
         reason = OTHER_THREAD;
     }
-    const uint64_t hash = mixed(mixed(call.letter << 8 | call.routine, reason << 8 | mode), 0);
-    const bool has_shape = reason != SOLVER && reason != VECTORS && reason != NOT_TAKEN && reason != OTHER_THREAD;
+    const uint64_t hash = mixed(mixed(mixed(call.letter, call.routine), reason), mode);
     Slot* slot = nullptr;
-    if (has_shape) slot = slot_of(mixed(mixed(mixed(hash, call.m), call.n), call.k) | 1, scope->slots, SHAPES);
+    if (reason <= NO_MEMORY) slot = slot_of(mixed(mixed(mixed(hash, call.m), call.n), call.k) | 1, scope->slots, SHAPES);
     const bool is_of_shape = slot;
     if (!slot) slot = slot_of(hash | 1, scope->slots + SHAPES, KINDS);
     if (!slot) return;
@@ -283,12 +282,13 @@ namespace {
 const char* const REASON_TEXTS[REASONS] = {
     nullptr,
     "the mode does not act on this element type",
-    "a solver or a factorisation, not a product",
-    "vectors are not rounded",
     "the inner dimension is too long for one sum of the mode",
     "no memory for the operands of the product",
+    "a solver or a factorisation, not a product",
+    "vectors are not rounded",
     "another thread",
     "a routine that is not taken",
+    "a loop of NumPy, which calls no BLAS",
 };
 
 const char* type_name(char letter) {

@@ -19,7 +19,8 @@ namespace lp::blas {
 namespace {
 
 const char* const NAMES[] = {"gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv",
-                             "dot", "ger", "syr2k", "her2k", "trmv", "dotu", "dotc", "dotu_sub", "dotc_sub"};
+                             "dot", "ger", "syr2k", "her2k", "trmv", "dotu", "dotc", "dotu_sub", "dotc_sub",
+                             "matmul", "matvec", "vecmat", "vecdot"};
 
 // Routines that are counted at their entry: `factor` times the product of three arguments, given by their numbers; NONE
 // is 1, LEAST the least of the first two. For square matrices, with all vectors (G. H. Golub and C. F. Van Loan,
@@ -35,7 +36,10 @@ struct Formula {
 // clang-format off
 const Formula FORMULAS[] = {
     {"syr2k", 2, 2, 3, 1, NONE},         {"her2k", 2, 2, 3, 1, NONE},         {"trmv", 3, 3, NONE, 0.5, NONE},
-    {"dotu", NONE, NONE, NONE, 0, NONE}, {"dotc", NONE, NONE, NONE, 0, NONE}, {"trsm", 4, 5, LEAST, 0.5, NONE},
+    {"dotu", NONE, NONE, NONE, 0, NONE}, {"dotc", NONE, NONE, NONE, 0, NONE}, {"trsv", 3, 3, NONE, 0.5, NONE},
+    {"syr", 1, 1, NONE, 0.5, NONE},      {"her", 1, 1, NONE, 0.5, NONE},      {"syr2", 1, 1, NONE, 1, NONE},
+    {"her2", 1, 1, NONE, 1, NONE},       {"geru", 0, 1, NONE, 1, NONE},       {"gerc", 0, 1, NONE, 1, NONE},
+    {"trsm", 4, 5, LEAST, 0.5, NONE},
     {"getrf", 0, 1, LEAST, 1 / 3., NONE}, {"getrs", 1, 1, 2, 1, NONE},        {"getri", 0, 0, 0, 2 / 3., 5},
     {"gesv", 0, 0, 0, 1 / 3., NONE},     {"potrf", 1, 1, 1, 1 / 6., NONE},    {"potrs", 1, 1, 2, 1, NONE},
     {"potri", 1, 1, 1, 1 / 3., NONE},    {"posv", 1, 1, 1, 1 / 6., NONE},     {"sytrf", 1, 1, 1, 1 / 6., 6},
@@ -48,7 +52,7 @@ const Formula FORMULAS[] = {
     {"geev", 2, 2, 2, 12.5, COMPLEX + 12}, {"gees", 3, 3, 3, 12.5, COMPLEX + 12}, {"syev", 2, 2, 2, 4.5, 7},
     {"heev", 2, 2, 2, 4.5, 7},           {"syevd", 2, 2, 2, 4.5, 7},          {"heevd", 2, 2, 2, 4.5, 7},
     {"syevr", 3, 3, 3, 4.5, 17},         {"heevr", 3, 3, 3, 4.5, 17},         {"sygvd", 3, 3, 3, 7, 10},
-    {"hegvd", 3, 3, 3, 7, 10},
+    {"hegvd", 3, 3, 3, 7, 10},           {"gges", 4, 4, 4, 33, COMPLEX + 18}, {"ggev", 2, 2, 2, 33, COMPLEX + 15},
 };
 // clang-format on
 const int FORMULA_COUNT = sizeof FORMULAS / sizeof *FORMULAS;
@@ -171,7 +175,7 @@ struct Counted {
     char letter;
     bool is_64;
 };
-const int COUNTED = 320;
+const int COUNTED = 384;
 Counted counted[COUNTED];
 int counted_size;
 
@@ -188,7 +192,7 @@ void count_entry(const Counted& x, const Word* words, const void* caller) {
     int workspace = f.workspace;
     if (workspace >= COMPLEX) workspace -= COMPLEX + (x.letter == 'c' || x.letter == 'z');
     if (!(first > 0 && second > 0 && third > 0) || argument(x, words, workspace, 1) == -1) return;
-    const int of_blas = 5;  // the first rows
+    const int of_blas = 12;  // the first rows
     const Reason reason = x.formula < of_blas ? NOT_TAKEN : SOLVER;
     const int64_t multiplications = (int64_t)(f.factor * first * second * third);
     count(scope_of_thread(), {x.letter, FIRST_OF_LAPACK + x.formula, 0, 0, 0, multiplications, caller}, reason, -1);
@@ -199,7 +203,7 @@ __attribute__((no_sanitize("address"))) Pair entry(Word a, Word b, Word c, Word 
                                                    Word i, Word j, Word k, Word l, Word m, Word n, Word o, Word p,
                                                    Word q, Word r, Word s, Word t, Word u, Word v, Word w, Word x) {
     const Counted& routine = counted[SLOT];
-    const Word words[] = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r};
+    const Word words[] = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s};
     if (!is_inside_lapack() && !passes_all()) count_entry(routine, words, __builtin_return_address(0));
     enter_lapack(1);
     const Pair result = ((Routine24*)routine.original.load(std::memory_order_relaxed))(

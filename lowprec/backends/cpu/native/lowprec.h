@@ -163,8 +163,8 @@ typedef struct {
 // Products of one kind. m, n, k: extents, 0 where those of several shapes are summed.
 typedef struct {
     int64_t calls, multiplications, m, n, k;
-    int32_t routine, reason, mode;  // numbers of a name in lp_blas_name, of a reason of blas.hpp, and in `modes`
-    char letter;                    // of the type: s, d, c or z
+    int32_t routine, reason, mode;  // numbers of a name in lp_blas_name, of a reason of blas.hpp, and in `modes`; -1: FP32
+    char letter;                    // of the type: s, d, c or z; in loops of NumPy its letter
     char caller[91];                // the Python function at the first call, if it is known; "...": others call, too
 } lp_blas_count;
 
@@ -177,6 +177,8 @@ LP_API void* lp_blas_scope(void);                                     // the inn
 LP_API int64_t lp_blas_counts(void* scope, lp_blas_count*);           // moves at most 640; null: of other threads
 LP_API const char* lp_blas_name(int32_t routine);                     // null: there is none of this number
 LP_API void lp_blas_install(int32_t is_on);                           // whether calls of the BLAS reach the scopes
+// A loop for a type of NumPy's matmul, matvec, vecmat or vecdot, with the place of the original; null: there is none.
+LP_API void* lp_blas_loop(int32_t slot, const char* name, char letter, void** original);
 LP_API int32_t lp_blas_pass(int32_t depth);                           // 1: calls of this thread pass; -> before
 
 LP_API void lp_use_openmp(void* gomp_parallel, void* omp_in_parallel);  // both null: own threads
