@@ -73,6 +73,7 @@ class KernelCodes(NamedTuple):
 
     address: int
     memory: NDArray[Any]
+    scale: float  # of the array
     lanes: int  # numbers of 32 bits in a vector of the kernels, on which the order depends
     restored: Callable[[], Any]  # returns the quantised array with new codes
 
@@ -110,6 +111,11 @@ class QuantizedView(PreparedView):
         if self.kept is None:
             return self._quantized
         return self.kept.restored()
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        """The scale of the quantised array."""
+        return float((self.kept or self._quantized).scale)
 
     def stored(self) -> tuple[ArrayView, ...]:
         if self.kept is not None:

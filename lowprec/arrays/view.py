@@ -98,6 +98,7 @@ class ArrayView:
     packed: ClassVar[Any] = None  # by key: operands that were rounded, split or packed for a kernel
     blocks: ClassVar[Blocks | None] = None  # of a quantised array
     quantized: ClassVar[Any] = None  # this array
+    scale: ClassVar[float] = 1.0  # of the whole array
     kept: ClassVar[Any] = None  # `KernelCodes` in place of this array
 
     #: The view's part of the key of an executor.

@@ -246,7 +246,7 @@ def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
     """Return options with the scales of FP8 operands multiplied into alpha, except arrays in device memory."""
     for operand in (a, b):
         if operand.blocks:
-            options = options._replace(alpha=options.alpha * operand.quantized.scale)
+            options = options._replace(alpha=options.alpha * operand.scale)
     options = options._replace(blocks=(a.blocks, b.blocks))
     for name, operand in (("scale_a", a), ("scale_b", b)):
         scale = getattr(options, name)

@@ -233,6 +233,18 @@ def test_restored_codes_are_of_the_library_of_the_codes(torch):
     assert torch.equal(restored.dequantize(), q.dequantize())
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_do_not_restore_a_prepared_array(fmt, monkeypatch):
+    x = np.random.default_rng(3).standard_normal((64, 48)).astype(np.float32)
+    q = lowprec.quantize(x, fmt, axis=0)
+    prepared = lowprec.prepare(q)
+    modes = ["fp32", "int8_blocks"] if native.units() and fmt not in ("fp8", "fp8_rows", "mxfp8") else []
+    want = [lowprec.matmul(x.T, q, math_mode=mode) for mode in modes]
+    monkeypatch.setattr(type(prepared._view), "quantized", property(lambda view: pytest.fail("restored")))
+    found = [lowprec.matmul(x.T, prepared, math_mode=mode) for mode in modes]
+    np.testing.assert_array_equal(found, want)
+
+
 def test_a_prepared_affine_array_has_its_zeros():
     x = np.random.default_rng(4).standard_normal((70, 33)).astype(np.float32)
     q = lowprec.quantize(x, "int4", axis=0, symmetric=False)

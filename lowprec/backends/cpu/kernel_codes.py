@@ -37,7 +37,8 @@ def reordered(view: QuantizedView) -> KernelCodes | None:
     memory = _packed(array, row, unit)
     like = adopted(np.empty(0, np.uint8), array.codes)
     description = _Array(array.shape, array.axis, array.scale, row, like)
-    return KernelCodes(data_pointer(memory), memory, lanes, functools.partial(_restored, description, lanes, memory))
+    restored = functools.partial(_restored, description, lanes, memory)
+    return KernelCodes(data_pointer(memory), memory, array.scale, lanes, restored)
 
 
 def _packed(array: QuantizedArray, row: BlockFormat, unit: int) -> Any:
