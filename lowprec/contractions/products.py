@@ -79,22 +79,21 @@ def tensordot(a: Any, b: Any, /, axes: int | tuple[Any, Any] = 2, **options: Unp
     summed_a, summed_b = _paired_axes(axes, tuple(a.shape), tuple(b.shape))
     free_a = [i for i in range(len(a.shape)) if i not in summed_a]
     free_b = [i for i in range(len(b.shape)) if i not in summed_b]
-    shape = tuple(a.shape[i] for i in free_a) + tuple(b.shape[i] for i in free_b)
-    m = prod([a.shape[i] for i in free_a])  # of lists, which PyTorch's compiler can read
-    n = prod([b.shape[i] for i in free_b])
+    rows = [a.shape[i] for i in free_a]  # lists, which PyTorch's compiler can read
+    columns = [b.shape[i] for i in free_b]
     k = prod([a.shape[i] for i in summed_a])
-    left = xp.arranged(a, (*free_a, *summed_a), (m, k))
-    right = yp.arranged(b, (*summed_b, *free_b), (k, n))
-    return xp.reshaped(matmul(left, right, **options), shape)
+    left = xp.arranged(a, (*free_a, *summed_a), (prod(rows), k))
+    right = yp.arranged(b, (*summed_b, *free_b), (k, prod(columns)))
+    product = matmul(left, right, **options)
+    return xp.reshaped(product, (*rows, *columns))
 
 
 def _paired_axes(axes: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[int], list[int]]:
     if hasattr(axes, "__index__"):
         count = index(axes)
-        if not 0 <= count <= min(len(a), len(b)):
-            raise ShapeError(
-                f"tensordot: axes={count} for operands of shapes {a} and {b}; it is from 0 to {min(len(a), len(b))}"
-            )
+        most = min(len(a), len(b))
+        if not 0 <= count <= most:
+            raise ShapeError(f"tensordot: axes={count} for operands of shapes {a} and {b}; it is from 0 to {most}")
         summed_a = [*range(len(a) - count, len(a))]
         summed_b = [*range(count)]
     else:
@@ -169,21 +168,23 @@ def vecdot(a: Any, b: Any, /, *, axis: int = -1, **options: Unpack[ModeOptions])
     yp = _namespace("b", b)
     axis = _axis(axis, "vecdot")
     least = min(len(a.shape), len(b.shape))
-    if not -least <= axis <= -1 and not (axis >= 0 and axis < len(a.shape) == len(b.shape)):
+    counts_alike = len(a.shape) == len(b.shape)
+    if not -least <= axis <= -1 and not (counts_alike and 0 <= axis < least):
         raise ShapeError(
             f"vecdot: no axis {axis} in shapes {tuple(a.shape)} and {tuple(b.shape)}; it is counted from the end, "
             f"from -{least} to -1"
         )
     left = xp.last(a, axis)
     right = yp.last(b, axis)
-    row = xp.reshaped(xp.conjugated(left), (*left.shape[:-1], 1, left.shape[-1]))
+    *batch, length = left.shape
+    row = xp.reshaped(xp.conjugated(left), (*batch, 1, length))
     column = yp.reshaped(right, (*right.shape, 1))
     try:
         product = matmul(row, column, **options)
     except ShapeError:
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        if left.shape[-1] != right.shape[-1]:
-            lengths = f"{left.shape[-1]} and {right.shape[-1]} numbers"
+        if length != right.shape[-1]:
+            lengths = f"{length} and {right.shape[-1]} numbers"
             raise ShapeError(f"vecdot: axis {axis} of {shapes} has {lengths}") from None
         pairs = zip(left.shape[-2::-1], right.shape[-2::-1], strict=False)
         if any(1 not in pair and pair[0] != pair[1] for pair in pairs):
@@ -331,16 +332,23 @@ def einsum(
             given["out_dtype"] = dtype
         return matmul(x, y, **given)
 
-    values = {i: x if common in EIGHT_BITS else cast(x, common) for i, x in enumerate(operands)}
+    values: dict[int, Any] = {}
+    for i, x in enumerate(operands):
+        values[i] = x if common in EIGHT_BITS else cast(x, common)
+    last = len(operands) + len(steps) - 1
     result: Any = None
     names = [f"operands[{i}]" for i in range(len(operands))]  # of intermediate results too: their first operand
     for number, step in enumerate(steps, len(operands)):
-        last = number == len(operands) + len(steps) - 1
-        names.append(names[step.takes[0]])
+        dtype = between
+        if number == last:
+            dtype = out
+        first = names[step.takes[0]]
+        second = names[step.takes[-1]]
+        names.append(first)
         try:
-            result = values[number] = step.run(values, multiply, out if last else between, wide)
+            result = values[number] = step.run(values, multiply, dtype, wide)
         except (ArrayError, DTypeError, DeviceError) as error:
-            rename(error, {"a": names[step.takes[0]], "b": names[step.takes[-1]]})
+            rename(error, {"a": first, "b": second})
             raise
     if dtype_label(result.dtype) == out:
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import string
 from collections.abc import Sequence
 from math import prod
@@ -57,10 +58,11 @@ class EinsumStep(NamedTuple):
 
     def run(self, values: dict[int, Any], multiply: Any, dtype: str, wide: str) -> Any:
         """Remove the operands from ``values`` and return their product; ``wide`` is the type of sums of one operand."""
-        x, *others = [
-            side.arranged(values.pop(i), multiply, wide if len(self.takes) > 1 else dtype)
-            for i, side in zip(self.takes, self.sides, strict=True)
-        ]
+        of_sums = dtype
+        if len(self.takes) > 1:
+            of_sums = wide
+        pairs = zip(self.takes, self.sides, strict=True)
+        x, *others = [side.arranged(values.pop(i), multiply, of_sums) for i, side in pairs]
         for y in others:
             alike = type(x) is type(y) and dtype_label(x.dtype) == dtype_label(y.dtype) == dtype
             if self.elementwise and alike:
@@ -68,7 +70,8 @@ class EinsumStep(NamedTuple):
             else:
                 x = multiply(x, y, dtype)
         xp = namespace_of(x)
-        return xp.permuted(xp.reshaped(x, self.shape), self.order)
+        x = xp.reshaped(x, self.shape)
+        return xp.permuted(x, self.order)
 
 
 class _Term(NamedTuple):
@@ -84,14 +87,13 @@ def einsum_steps(subscripts: str, shapes: Shapes, order: Any) -> tuple[EinsumSte
     steps: list[EinsumStep] = []
     count = len(terms)
     for contraction in path:
-        picked = [terms.pop(i) for i in sorted(contraction, reverse=True)][::-1]
+        picked = [terms[i] for i in sorted(contraction)]
+        terms = [term for term in terms if term not in picked]
         while picked:
             pair = picked[:2]
             picked = picked[2:]
             others = [*terms, *picked]
-            wanted = set(output).union(*(term.names for term in others))
-            names = dict.fromkeys(name for term in pair for name in term.names if name in wanted)
-            step, term = _step(pair, tuple(names) if others else output, count)
+            step, term = _step(pair, _kept_names(pair, others, output), count)
             steps.append(step)
             count += 1
             if not picked:
@@ -101,14 +103,24 @@ def einsum_steps(subscripts: str, shapes: Shapes, order: Any) -> tuple[EinsumSte
     return tuple(steps)
 
 
+def _kept_names(pair: list[_Term], others: list[_Term], output: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes of the product of a pair that the result or other terms have."""
+    if not others:
+        return output
+    wanted = set(output).union(*(term.names for term in others))
+    names = dict.fromkeys(itertools.chain.from_iterable(term.names for term in pair))
+    return tuple(name for name in names if name in wanted)
+
+
 def _parse(subscripts: str, shapes: Shapes, order: Any) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
+    """Return the operands, the axes of the result, and the operands of each step by their positions."""
     try:
         inputs, output = _labels(subscripts, shapes)
         path = _path(f"{','.join(inputs)}->{output}", shapes, order)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ShapeError(f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}") from None
-    texts = enumerate(zip(inputs, shapes, strict=True))
-    terms = [_Term(i, tuple(text), shape) for i, (text, shape) in texts]
+    names = [tuple(text) for text in inputs]
+    terms = list(map(_Term, itertools.count(), names, shapes))
     return terms, tuple(output), path
 
 
@@ -124,29 +136,39 @@ def _labels(subscripts: str, shapes: Shapes) -> tuple[list[str], str]:
         raise ValueError("labels are letters, and the axes that broadcast are '...', once in an operand")
     letters_and_more = (*string.ascii_letters, *map(chr, range(0x100, 0x200)))
     unused = [c for c in letters_and_more if c not in subscripts]
-    dots = 0
+    broadcast = ""
     for i, (text, shape) in enumerate(zip(inputs, shapes, strict=True)):
         start, ellipsis, end = text.partition("...")
         count = len(shape) - len(start) - len(end)
         if count < 0 or (count and not ellipsis):
             raise ValueError(f"{quoted(text)} does not match {len(shape)} axes")
-        dots = max(dots, count)
-        inputs[i] = start + "".join(unused[:count][::-1]) + end
-    broadcast = "".join(unused[:dots][::-1])
+        dots = "".join(reversed(unused[:count]))
+        broadcast = max(broadcast, dots, key=len)
+        inputs[i] = start + dots + end
     if not arrow:
-        output = "..." + "".join(c for c in sorted(set(names)) if names.count(c) == 1)
+        once = [c for c in sorted(set(names)) if names.count(c) == 1]
+        output = "..." + "".join(once)
     output = output.replace("...", broadcast)
     if len(set(output)) < len(output) or not set(output) <= {*names, *broadcast}:
         raise ValueError(f"each of the result's labels {quoted(output)} is that of an operand, and occurs once")
+    _check_lengths(inputs, shapes)
+    return inputs, output
+
+
+def _check_lengths(inputs: list[str], shapes: Shapes) -> None:
+    """Raise ValueError if axes of one label have lengths that differ and do not broadcast."""
     lengths: dict[str, int] = {}
     for text, shape in zip(inputs, shapes, strict=True):
         axes = list(zip(text, shape, strict=True))
+        of_label = dict(axes)
         for name, length in axes:
             known = lengths.get(name, 1)
-            if (length != known and 1 not in (length, known)) or dict(axes)[name] != length:
+            broadcasts = length == known or 1 in (length, known)
+            if not broadcasts or of_label[name] != length:
                 raise ValueError(f"label {quoted(name)} has lengths that differ")
-        lengths |= {name: length for name, length in axes if lengths.get(name, 1) == 1}
-    return inputs, output
+        for name, length in axes:
+            if lengths.get(name, 1) == 1:
+                lengths[name] = length
 
 
 def _path(subscripts: str, shapes: Shapes, order: Any) -> Sequence[Sequence[int]]:
@@ -154,7 +176,8 @@ def _path(subscripts: str, shapes: Shapes, order: Any) -> Sequence[Sequence[int]
     if isinstance(order, tuple):
         count = len(shapes)
         for step in order:
-            if not step or len(set(step)) < len(step) or not set(step) <= set(range(count)):
+            positions = set(step)
+            if not step or len(positions) < len(step) or not positions <= set(range(count)):
                 raise ValueError(f"optimize has a step {step} where there are {count} operands")
             count -= len(step) - 1
         if count > 1:
@@ -174,26 +197,31 @@ def _path(subscripts: str, shapes: Shapes, order: Any) -> Sequence[Sequence[int]
     if isinstance(order, str) and order not in ("greedy", "optimal"):
         raise UnsupportedError(f"einsum: optimize={quoted(order)} needs opt_einsum: pip install opt_einsum")
     operands = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
-    return np.einsum_path(subscripts, *operands, optimize=order)[0][1:]
+    (_, *steps), _ = np.einsum_path(subscripts, *operands, optimize=order)
+    return steps
 
 
 def _step(terms: list[_Term], output: tuple[str, ...], number: int) -> tuple[EinsumStep, _Term]:
     """Return the product of one or two terms, and its result as a term."""
     cleaned = [_without_repeats(term) for term in terms]
     axes = _without_broadcast([axes for _, axes in cleaned])
-    lengths = {name: length for of_one in axes for name, length in of_one.items()}
-    shared = [name for name in axes[0] if len(axes) > 1 and name in axes[1]]
+    lengths: dict[str, int] = {}
+    for of_one in axes:
+        lengths |= of_one
+    shared = []
+    if len(axes) > 1:
+        shared = [name for name in axes[0] if name in axes[1]]
     batch = [name for name in shared if name in output]
     summed = [name for name in shared if name not in output]
-    free = [[name for name in of_one if name in output and name not in shared] for of_one in axes]
+    alone = set(output).difference(shared)
+    free = [[name for name in of_one if name in alone] for of_one in axes]
     groups = [free]
     if len(terms) > 1:
         groups = [[free[0], summed], [summed, free[1]]]
-    sides = [
-        _side(diagonals, list(before), of_one, batch, of_side)
-        for (diagonals, before), of_one, of_side in zip(cleaned, axes, groups, strict=True)
-    ]
-    have = [*batch, *(name for names in free for name in names)]
+    sides = []
+    for (diagonals, before), of_one, of_side in zip(cleaned, axes, groups, strict=True):
+        sides.append(_side(diagonals, list(before), of_one, batch, of_side))
+    have = [*batch, *itertools.chain.from_iterable(free)]
     step = EinsumStep(
         tuple(term.number for term in terms),
         tuple(sides),
@@ -207,7 +235,11 @@ def _step(terms: list[_Term], output: tuple[str, ...], number: int) -> tuple[Ein
 def _without_broadcast(axes: list[dict[str, int]]) -> list[dict[str, int]]:
     """Return the axes of operands without those of length 1 that broadcast to another operand's."""
     longer = {name for of_one in axes for name, length in of_one.items() if length != 1}
-    return [{name: n for name, n in of_one.items() if n != 1 or name not in longer} for of_one in axes]
+    found = []
+    for of_one in axes:
+        kept = {name: n for name, n in of_one.items() if n != 1 or name not in longer}
+        found.append(kept)
+    return found
 
 
 def _without_repeats(term: _Term) -> tuple[_Pairs, dict[str, int]]:
@@ -232,7 +264,7 @@ def _side(
     diagonals: _Pairs, names: list[str], axes: dict[str, int], batch: list[str], groups: list[list[str]]
 ) -> _Side:
     """Return the arrangement of an operand with axes ``names``, of which those outside ``axes`` have length 1."""
-    placed = [*batch, *(name for group in groups for name in group)]
+    placed = [*batch, *itertools.chain.from_iterable(groups)]
     dropped = [name for name in names if name not in axes]
     summed = [name for name in axes if name not in placed]
     shape = [axes[name] for name in batch]
