@@ -82,16 +82,19 @@ class Operations:
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
         """Return the largest magnitude of each row and each column, and the Frobenius norm."""
         step = _ROWS if self.is_numpy else len(a)
-        parts = []
+        rows = []
+        columns = []
+        sizes = []
         for i in range(0, len(a), step):
             part = abs(a[i : i + step])
-            rows = self.to_host(self.xp.amax(part, 1))
-            columns = self.to_host(self.xp.amax(part, 0))
-            scale = float(rows.max()) or 1.0
+            of_rows = self.to_host(self.xp.amax(part, 1))
+            rows.append(of_rows)
+            columns.append(self.to_host(self.xp.amax(part, 0)))
+            scale = float(of_rows.max()) or 1.0
             squares = (part / scale) ** 2
-            parts.append((rows, columns, scale * float(squares.sum()) ** 0.5))
-        rows, columns, sizes = zip(*parts, strict=True)
-        return np.concatenate(rows), np.maximum.reduce(columns), float(norms(np.array(sizes)))
+            sizes.append(scale * float(squares.sum()) ** 0.5)
+        size = float(norms(np.array(sizes)))
+        return np.concatenate(rows), np.maximum.reduce(columns), size
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
         """Return a copy of a matrix in another type, with rows and columns scaled."""
@@ -106,7 +109,8 @@ class Operations:
             return work
         if scales is not None:
             left, right = scales
-            a = a * self.from_host(left[:, None]) * self.from_host(right)
+            a = a * self.from_host(left[:, None])
+            a = a * self.from_host(right)
         if dtype_label(a.dtype) == dtype:
             return self.xp.asarray(a, copy=True)
         return cast(a, dtype)
@@ -116,7 +120,8 @@ class Operations:
         if not self.in_place:
             return rows[order]
         moved = np.flatnonzero(order != np.arange(len(order)))
-        rows[self.from_host(moved)] = rows[self.from_host(order[moved])]
+        source = self.from_host(order[moved])
+        rows[self.from_host(moved)] = rows[source]
         return rows
 
     def lu(self, a: Any) -> tuple[Any, Any]:
@@ -203,15 +208,17 @@ def factor(rest: Any, ops: Operations, mode: Mode, *, is_positive: bool) -> Solv
             continue
         strip = _STRIP if is_positive else len(rest)
         for j in range(0, len(rest), strip):  # for Cholesky little more than the lower triangle
-            c = rest[j:, j : j + strip]
-            update(panel.below[j:], panel.right[:, j : j + strip], c=c, out=c)
+            columns = slice(j, j + strip)
+            c = rest[j:, columns]
+            update(panel.below[j:], panel.right[:, columns], c=c, out=c)
 
 
 def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
     """Return the panel of the first columns, and the rows and columns that remain to be updated."""
     both, below, order = ops.lu_panel(rest[:, :width])
     rows = ops.permuted(rest[:, width:], order)
-    right = matmul(_inverse(both, ops, True), rows[:width])
+    inverse = _inverse(both, ops, True)
+    right = matmul(inverse, rows[:width])
     if ops.in_place:
         rows[:width] = right
         right = rows[:width]
@@ -220,8 +227,10 @@ def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
 
 def _cholesky_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
     lower = ops.cholesky(rest[:width, :width])
-    below = matmul(rest[width:, :width], ops.adjoint(_inverse(lower, ops, False)))
-    return _Panel(None, lower, ops.adjoint(lower), below, ops.adjoint(below)), rest[width:, width:]
+    inverse = _inverse(lower, ops, False)
+    below = matmul(rest[width:, :width], ops.adjoint(inverse))
+    panel = _Panel(None, lower, ops.adjoint(lower), below, ops.adjoint(below))
+    return panel, rest[width:, width:]
 
 
 def _inverse(lower: Any, ops: Operations, unit: bool) -> Any:

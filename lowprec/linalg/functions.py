@@ -87,8 +87,9 @@ def names() -> list[str]:
     functions = set(OTHERS)
     modules = chain.from_iterable(MODULES.values())
     for module in filter(None, map(sys.modules.get, modules)):
-        public = getattr(module, "__all__", dir(module))
-        functions.update(x for x in public if x[0] != "_" and _is_function(getattr(module, x, None)))
+        for name in getattr(module, "__all__", dir(module)):
+            if name[0] != "_" and _is_function(getattr(module, name, None)):
+                functions.add(name)
     return sorted(functions)
 
 
@@ -179,7 +180,8 @@ def operands(function: str, **arrays: Any) -> Operands:
         if label not in _DTYPES:
             raise _unsupported_type(function, label, name)
     common = reduce(promote, (_DTYPES[label] for label in labels))
-    return Operands(library, tuple(cast_array(x, common.label) for x in values), common, by_dlpack)
+    cast_values = tuple(cast_array(x, common.label) for x in values)
+    return Operands(library, cast_values, common, by_dlpack)
 
 
 def _unsupported_type(function: str, label: str, name: str = "an array") -> DTypeError:

@@ -41,23 +41,27 @@ class Unsolved(Exception):
 def _ratios(r: Any, size: float, x: Any, b: Any) -> Any:
     """Return ``|r| / (size |x| + |b|)`` of each column."""
     is_exact = (r == 0).all(axis=0)
-    return np.where(is_exact, 0.0, norms(r) / (size * norms(x) + norms(b)))
+    largest = size * norms(x) + norms(b)
+    return np.where(is_exact, 0.0, norms(r) / largest)
 
 
 def _power(x: Any) -> Any:
     """Return a power of two near the reciprocal of each number."""
     limit = np.finfo(x.dtype).maxexp - 24
     _, exponents = np.frexp(x)
-    return np.ldexp(x.dtype.type(1.0), -np.clip(exponents, -limit, limit))
+    exponents = np.clip(exponents, -limit, limit)
+    return np.ldexp(x.dtype.type(1.0), -exponents)
 
 
 def _product(a: Any, x: Any, ops: factors.Operations, b: Any = None) -> Any:
     """Return ``a x``, or ``b - a x``, of single precision operands in float64 and rounded once."""
     x = ops.from_host(x)
     if b is None:
-        return ops.to_host(matmul(a, x, math_mode="fp64"))
-    c = ops.from_host(b)
-    return ops.to_host(matmul(a, x, c=c, alpha=-1.0, beta=1.0, math_mode="fp64"))
+        result = matmul(a, x, math_mode="fp64")
+    else:
+        c = ops.from_host(b)
+        result = matmul(a, x, c=c, alpha=-1.0, beta=1.0, math_mode="fp64")
+    return ops.to_host(result)
 
 
 def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
@@ -65,13 +69,15 @@ def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
     rows, _, size = ops.magnitudes(a)
     if not _SMALLEST < rows.max() < _LARGEST:
         power = _power(rows.max())
-        a = ops.lowered(a, b.dtype.name, (np.full_like(rows, power), np.ones_like(rows)))
+        left = np.full_like(rows, power)
+        a = ops.lowered(a, b.dtype.name, (left, np.ones_like(rows)))
         b = b * power
         size *= power
     power = _power(np.abs(x).max(axis=0))
     x = x * power
     b = b * power
-    return _ratios(_product(a, x, ops, b), size, x, b)
+    residual = _product(a, x, ops, b)
+    return _ratios(residual, size, x, b)
 
 
 class System:
@@ -98,7 +104,9 @@ class System:
 
     def _scale(self) -> None:
         """Scale the matrix and set its norms."""
-        ops, a = self._ops, self._a
+        ops = self._ops
+        a = self._a
+        name = self._dtype.name
         rows, columns, self._given_norm = ops.magnitudes(a)
         if not np.isfinite(rows.max()):
             raise Unsolved(SolveReason.NOT_FINITE)
@@ -108,12 +116,14 @@ class System:
             raise Unsolved(SolveReason.BREAKDOWN)
         if self._is_positive:
             _, exponents = np.frexp(rows)
-            left = right = np.ldexp(1.0, -(exponents >> 1)).astype(self._real)
+            roots = np.ldexp(1.0, -(exponents >> 1))
+            left = right = roots.astype(self._real)
         else:
             left = _power(rows)
-            _, columns, _ = ops.magnitudes(ops.lowered(a, self._dtype.name, (left, np.ones_like(left))))
+            even_rows = ops.lowered(a, name, (left, np.ones_like(left)))
+            _, columns, _ = ops.magnitudes(even_rows)
             right = _power(columns)
-        self._a = ops.lowered(a, self._dtype.name, (left, right))
+        self._a = ops.lowered(a, name, (left, right))
         self._work = ops.lowered(self._a, self._narrow, None)
         _, _, self._norm = ops.magnitudes(self._work)
         self.left = left[:, None]
@@ -132,8 +142,9 @@ class System:
 
     def correction(self, r: Any) -> Any:
         """Return the solution for right-hand sides in the precision of the factor."""
-        solution = self._solve(self._ops.from_host(r.astype(self._narrow)))
-        return self._ops.to_host(solution).astype(self._dtype)
+        narrow = self._ops.from_host(r.astype(self._narrow))
+        solution = self._ops.to_host(self._solve(narrow))
+        return solution.astype(self._dtype)
 
     def product(self, x: Any, b: Any = None) -> Any:
         """Return the product of the matrix and vectors, or the residual ``b - a x``."""
@@ -144,18 +155,20 @@ class System:
         limit = _ROUNDING / np.sqrt(self.n)
         if self._real == np.float64:
             limit = max(limit, _RESIDUAL)
-        scaled = _ratios(r, self._norm, x, b) / (self._unit * limit)
+        scaled = _ratios(r, self._norm, x, b)
         # In the given matrix one row or column may outweigh the others, as if n were 1.
         given = _ratios(r / self.left, self._given_norm, x * self.right, b / self.left)
-        return np.maximum(scaled, given / (self._unit * _ROUNDING))
+        return np.maximum(scaled / (self._unit * limit), given / (self._unit * _ROUNDING))
 
     def first(self, b: Any) -> tuple[Any, float]:
         """Return a first solution and the estimated condition of the scaled matrix, in the Frobenius norm."""
-        probes = np.random.default_rng(0).standard_normal((self.n, _PROBES)).astype(self._dtype)
+        random = np.random.default_rng(0)
+        probes = random.standard_normal((self.n, _PROBES)).astype(self._dtype)
         columns = self.correction(np.hstack([b, probes]))
         x = columns[:, :-_PROBES].copy()
-        inverse = norms(columns[:, -_PROBES:])
-        condition = self._norm * float(np.sqrt(np.mean(inverse**2)))
+        of_probes = norms(columns[:, -_PROBES:])
+        inverse = float(np.sqrt(np.mean(of_probes**2)))
+        condition = self._norm * inverse
         if not (condition * self._unit < 1 and np.isfinite(x).all()):  # else singular in the working precision
             raise Unsolved(SolveReason.BREAKDOWN)
         return x, condition
@@ -199,7 +212,8 @@ class Refinement:
         steps = 0
         goes_on = bool(np.isfinite(self._errors[column]))
         while goes_on and steps < MAX_STEPS and self._errors[column] > 1:
-            reduction = max(0.1 / float(self._errors[column][0]), 1e-8)
+            error = float(self._errors[column][0])
+            reduction = max(0.1 / error, 1e-8)
             r = self._r[:, column]
             d, count = gmres(system.product, system.correction, r, reduction, MAX_STEPS - steps)
             steps += count

@@ -52,18 +52,25 @@ class SolveReport(Report):
     seconds: tuple[tuple[str, float], ...]  # by phase
 
     def tables(self) -> list[Table]:
-        rows = {
-            "method": f"{self.method} ({self.reason})",
-            "factor": f"updates in {self.factor_mode}" if self.factor_mode else "-",
-            "systems": f"{self.systems}, of which {self.fallbacks} solved directly after all",
-            "steps": f"{self.steps} classical, {self.gmres_steps} of GMRES",
-            "backward error": f"{self.backward_error:.2g}",
-            "condition": "-" if self.condition is None else f"about {self.condition:.1g}",
-            "ms": ", ".join(f"{phase} {1e3 * seconds:.3g}" for phase, seconds in self.seconds),
-        }
-        return [Table("solve", ("", ""), list(rows.items()))]
+        factor = "-"
+        if self.factor_mode:
+            factor = f"updates in {self.factor_mode}"
+        condition = "-"
+        if self.condition is not None:
+            condition = f"about {self.condition:.1g}"
+        phases = [f"{phase} {1e3 * seconds:.3g}" for phase, seconds in self.seconds]
+        rows = (
+            ("method", f"{self.method} ({self.reason})"),
+            ("factor", factor),
+            ("systems", f"{self.systems}, of which {self.fallbacks} solved directly after all"),
+            ("steps", f"{self.steps} classical, {self.gmres_steps} of GMRES"),
+            ("backward error", f"{self.backward_error:.2g}"),
+            ("condition", condition),
+            ("ms", ", ".join(phases)),
+        )
+        return [Table("solve", ("", ""), rows)]
 
     def figure(self) -> Any:
-        phases = dict(self.seconds)
-        milliseconds = [1e3 * seconds for seconds in phases.values()]
-        return plotting.bar_figure("solve", list(phases), {self.method: milliseconds}, "ms")
+        phases = [phase for phase, _ in self.seconds]
+        milliseconds = [1e3 * seconds for _, seconds in self.seconds]
+        return plotting.bar_figure("solve", phases, {self.method: milliseconds}, "ms")

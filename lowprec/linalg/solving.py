@@ -54,8 +54,10 @@ def solve(a: Any, b: Any, *, method: str, factor_mode: str | Mode | None, assume
     given = operands("solve", a=a, b=b)
     if method == "direct" and not full_output:
         return given.handed_back(_direct(given.library, *given.arrays))
-    batch = _stack(*(tuple(x.shape) for x in given.arrays))
-    x, report = _Solve(given, batch, method, mode, assume == "pos").run(full_output)
+    shape_a, shape_b = (tuple(x.shape) for x in given.arrays)
+    batch = _stack(shape_a, shape_b)
+    is_positive = assume == "pos"
+    x, report = _Solve(given, batch, method, mode, is_positive).run(full_output)
     if full_output:
         return x, report
     return x
@@ -75,7 +77,8 @@ def _stack(a: Shape, b: Shape) -> Shape:
 
 def _direct(library: str, a: Any, b: Any) -> Any:
     if library in ("torch", "cupy") and 1 < b.ndim < a.ndim:  # they treat it as a stack of vectors
-        b = b.reshape((1,) * (a.ndim - b.ndim) + tuple(b.shape))
+        missing = (1,) * (a.ndim - b.ndim)
+        b = b.reshape((*missing, *b.shape))
     with fp32_guard():
         return find("solve", library)(a, b)
 
@@ -108,7 +111,8 @@ class _Solve:
             x = self._direct(*self._given.arrays)
         else:
             # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
-            with math_mode("fp32", frameworks=not self._ops.is_numpy and [self._given.library]):
+            called = [] if self._ops.is_numpy else [self._given.library]
+            with math_mode("fp32", frameworks=called):
                 x = self._solved()
             if self._is_vector:
                 x = x[..., 0]
@@ -138,8 +142,10 @@ class _Solve:
             b = b[:, None]
         self._ops = Operations(a)
         #: The matrices on their device, and the right-hand sides as a NumPy array, both broadcast to the stack.
-        self._a = array_module(a).broadcast_to(a, (*self._batch, self._n, self._n))
-        self._b = np.broadcast_to(self._ops.to_host(b), (*self._batch, self._n, self._columns))
+        square = (*self._batch, self._n, self._n)
+        right = (*self._batch, self._n, self._columns)
+        self._a = array_module(a).broadcast_to(a, square)
+        self._b = np.broadcast_to(self._ops.to_host(b), right)
         return self._reason_against_refinement()
 
     def _reason_against_refinement(self) -> SolveReason | None:
@@ -170,7 +176,8 @@ class _Solve:
         tall = self._ops.from_host(np.empty((self._n, width), dtype))
         wide = self._ops.from_host(np.empty((width, self._n), dtype))
         planned = plan(tall, wide, rtol=_USUAL_ERROR, bound="probable")
-        costs = {x.mode: (x.cost, x.bound) for x in planned.candidates if not row(x.mode).quantizes}
+        usable = [x for x in planned.candidates if not row(x.mode).quantizes]
+        costs = {x.mode: (x.cost, x.bound) for x in usable}
         usual = costs.pop(planned.mode, (1.0, 0.0))
         return {**costs, planned.mode: usual}
 
@@ -190,19 +197,27 @@ class _Solve:
         n = self._n
         k = self._columns
         working = 1.0
-        if self._given.dtype.label in ("float64", "complex128"):
-            working = max(c for c, _ in self._costs(self._given.dtype.label).values())
-        direct = working * (2 * n**3 / 3 + _DIRECT * n**2 + 2 * n**2 * k)
+        label = self._given.dtype.label
+        if label in ("float64", "complex128"):
+            working, _ = max(self._costs(label).values())
+        elimination = 2 * n**3 / 3
+        substitution = 2 * n**2 * k
+        direct = working * (elimination + _DIRECT * n**2 + substitution)
         factor = cost * n**3 / 3
         if not self._is_positive:
             factor *= 2
-        return factor + n**2 * (_REFINE + _COLUMN * (k - 1)) < direct
+        refinement = n**2 * (_REFINE + _COLUMN * (k - 1))
+        return factor + refinement < direct
 
     def _solved(self) -> Any:
-        if prod(self._given.arrays[0].shape[:-2]) == 1:  # one factor for all
-            right = np.moveaxis(self._b.reshape(-1, self._n, self._columns), 0, 1)
-            x = self._one((0,) * len(self._batch), right.reshape(self._n, -1))
-            return np.moveaxis(x.reshape(right.shape), 1, 0).reshape(self._b.shape)
+        matrices = prod(self._given.arrays[0].shape[:-2])
+        if matrices == 1:  # one factor for all
+            systems = self._b.reshape(-1, self._n, self._columns)
+            right = np.moveaxis(systems, 0, 1)
+            first = (0,) * len(self._batch)
+            x = self._one(first, right.reshape(self._n, -1))
+            systems = np.moveaxis(x.reshape(right.shape), 1, 0)
+            return systems.reshape(self._b.shape)
         x = np.empty_like(self._b, order="C")
         for at in np.ndindex(*self._batch):
             x[at] = self._one(at, self._b[at])
@@ -266,9 +281,12 @@ class _Solve:
         if not self._b.size:
             return 0.0
         x = self._library.to_host(x).reshape(self._b.shape)
+        largest = 0.0
         with np.errstate(all="ignore"):
-            errors = [backward_errors(self._a[at], x[at], self._b[at], self._ops) for at in np.ndindex(*self._batch)]
-        return float(np.max(errors))
+            for at in np.ndindex(*self._batch):
+                errors = backward_errors(self._a[at], x[at], self._b[at], self._ops)
+                largest = np.maximum(largest, errors.max())  # NaN if one is
+        return float(largest)
 
     def _report(self, error: float) -> SolveReport:
         return SolveReport(
