@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ SIZES = (16, 512, 1024)
 
 # TF32 and float16 have 10 bits after the point, bfloat16 has 7, and two parts of bfloat16 have 16, which are too few
 # for the first number. The last one is zero in float16.
-_VALUES = np.array([1 + 2.0**-9 + 2.0**-23, 1 + 2.0**-12, 1 + 2.0**-10, 1 + 2.0**-7, 2.0**-30], np.float32)
+_PROBES = (1 + 2.0**-9 + 2.0**-23, 1 + 2.0**-12, 1 + 2.0**-10, 1 + 2.0**-7, 2.0**-30)
+_VALUES = np.array(_PROBES, np.float32)
 #: The precision by which of these numbers are unchanged.
 _UNCHANGED: dict[tuple[bool, ...], str] = {
     (True, True, True, True, True): "fp32",
@@ -85,28 +86,33 @@ class Audit(Report):
         """Return the operations whose precision is lower than this one."""
         if precision not in PRECISIONS:
             raise SettingError(f"precision {precision!r} is not one of: {', '.join(PRECISIONS)}")
-        least = PRECISIONS.index(precision)
-        return tuple(r for r in self.rows if r.precision in PRECISIONS[:least])
+        lower = PRECISIONS[: PRECISIONS.index(precision)]
+        return tuple(r for r in self.rows if r.precision in lower)
 
     def tables(self) -> list[Table]:
-        found: dict[tuple[str, str, str, str], list[str]] = {}
+        found: dict[tuple[str, ...], list[str]] = {}
         for r in self.rows:
-            size = f"{r.size} ({r.detail})" if r.detail else str(r.size)
-            found.setdefault((r.library, r.device, r.operation, r.precision), []).append(size)
-        rows = [[*key, ", ".join(sizes)] for key, sizes in found.items()]
-        tables = [Table("precision of float32", ["library", "device", "operation", "precision", "sizes"], rows)]
+            size = str(r.size)
+            if r.detail:
+                size = f"{size} ({r.detail})"
+            key = (r.library, r.device, r.operation, r.precision)
+            found.setdefault(key, []).append(size)
+        rows = [(*key, ", ".join(sizes)) for key, sizes in found.items()]
+        columns = ("library", "device", "operation", "precision", "sizes")
+        tables = [Table("precision of float32", columns, rows)]
         switches = []
         for library, values in self.switches.items():
-            switches += [[library, name, x] for name, x in values.items()]
+            switches += [(library, name, x) for name, x in values.items()]
         if switches:
-            tables.append(Table("switches", ["library", "switch", "value"], switches))
+            columns_of_switches = ("library", "switch", "value")
+            tables.append(Table("switches", columns_of_switches, switches))
         return tables
 
     def figure(self) -> Any:
         names = [f"{r.library} {r.device} {r.operation} {r.size}" for r in self.rows]
         ticks = ("unknown", *PRECISIONS)
-        levels = {"precision": [ticks.index(r.precision) for r in self.rows]}
-        figure = plotting.bar_figure("precision of float32", names, levels, "")
+        levels = [ticks.index(r.precision) for r in self.rows]
+        figure = plotting.bar_figure("precision of float32", names, {"precision": levels}, "")
         figure.axes[0].set_xticks(range(len(ticks)), ticks)
         return figure
 
@@ -152,16 +158,22 @@ def audit(libraries: Iterable[str] | None = None, sizes: Sequence[int] = SIZES) 
         raise SettingError(f"no audit of {', '.join(unknown)}; choose among {', '.join(LIBRARIES)}")
     if min(sizes, default=0) < len(_VALUES):
         raise SettingError(f"sizes must be at least {len(_VALUES)}, got {quoted(sizes)}")
-    rows = chain.from_iterable(_rows(name, sizes) for name in names)
-    return Audit(tuple(rows), {name: found for name in names if (found := _switches(name))})
+    rows: list[AuditRow] = []
+    switches = {}
+    for name in names:
+        rows += _rows(name, sizes)
+        found = _switches(name)
+        if found:
+            switches[name] = found
+    return Audit(tuple(rows), switches)
 
 
 def verify() -> None:
     """Raise BackendError if a float32 operation of a loaded library is below FP32; for ``fp32_guard(verify=True)``."""
     low = audit(sizes=(512,)).below("fp32")
     if low:
-        found = ", ".join(f"{r.library}'s {r.operation} on {r.device} ({r.precision})" for r in low)
-        raise BackendError(f"inside fp32_guard these are not in full FP32: {found}")
+        texts = [f"{r.library}'s {r.operation} on {r.device} ({r.precision})" for r in low]
+        raise BackendError(f"inside fp32_guard these are not in full FP32: {', '.join(texts)}")
 
 
 def _switches(name: str) -> dict[str, str]:
@@ -175,14 +187,16 @@ def _switches(name: str) -> dict[str, str]:
 
 
 def _rows(name: str, sizes: Sequence[int]) -> Iterator[AuditRow]:
-    for device, operations in _DEVICES[name](importlib.import_module(name)):
+    library = importlib.import_module(name)
+    for device, operations in _DEVICES[name](library):
         for (operation, run), size in product(operations.items(), sizes):
             detail = ""
             try:
                 precision = measure(run, size)
             except Exception as error:  # noqa: BLE001 - an operation that a device lacks is reported
                 precision = "unknown"
-                detail = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                message = str(error).splitlines()[0][:80]
+                detail = f"{type(error).__name__}: {message}"
             yield AuditRow(name, device, operation, size, precision, detail)
 
 
@@ -194,17 +208,25 @@ def measure(run: Operation, size: int) -> str:
     """Return the precision of an operation, from its results for matrices of this size."""
     few = np.full((size, size), _SMALL, np.float32)
     few[:, 0] = 1
-    total = run(few, np.ones((size, size), np.float32))[0, 0]
+    ones = np.ones((size, size), np.float32)
+    total = run(few, ones)[0, 0]
     if total != 1 + (size - 1) * _SMALL:
         return PRECISIONS[0]
     identity = np.eye(size, dtype=np.float32)
-    x = np.ascontiguousarray(np.broadcast_to(np.resize(_VALUES, size), (size, size)))
-    found = []
-    for result in (run(x, identity), run(identity, x)):
-        columns = [result[:, i :: len(_VALUES)] for i in range(len(_VALUES))]
-        unchanged = tuple(bool(np.all(column == value)) for column, value in zip(columns, _VALUES, strict=True))
-        found.append(_UNCHANGED.get(unchanged, PRECISIONS[0]))
+    row = np.resize(_VALUES, size)
+    x = np.tile(row, (size, 1))
+    found = [_precision_of(run(x, identity)), _precision_of(run(identity, x))]
     return min(found, key=PRECISIONS.index)
+
+
+def _precision_of(result: Any) -> str:
+    """Return the precision of a product of the probes and an identity."""
+    count = len(_VALUES)
+    unchanged = []
+    for i, value in enumerate(_VALUES):
+        column = result[:, i::count]
+        unchanged.append(bool(np.all(column == value)))
+    return _UNCHANGED.get(tuple(unchanged), PRECISIONS[0])
 
 
 # -- operations -----------------------------------------------------------------------------------
@@ -224,37 +246,47 @@ def _blocks(a: Any, b: Any) -> tuple[Any, Any]:
     return matrix, right
 
 
-def _solved(solve: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    return -np.asarray(solve(*_blocks(a, b)))[: len(a)]
+def _solved(solve: Operation, a: Any, b: Any) -> Any:
+    matrix, right = _blocks(a, b)
+    solution = np.asarray(solve(matrix, right))
+    return -solution[: len(a)]
 
 
-def _attended(attend: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+def _attended(attend: Operation, a: Any, b: Any) -> Any:
     """Return a product by attention, whose weights are 0 and 1; a product of other numbers is not attention's."""
     if not np.array_equal(a, np.eye(len(a))):
         return a @ b
     n = min(len(a), _TOKENS)
-    return attend(np.eye(n, dtype=np.float32), np.ascontiguousarray(b[:n, :n]))
+    weights = np.eye(n, dtype=np.float32)
+    values = np.ascontiguousarray(b[:n, :n])
+    return attend(weights, values)
 
 
 def _of_torch(torch: Any) -> Iterator[tuple[str, Operations]]:
     functional = torch.nn.functional
 
     def linear(a: Any, b: Any) -> Any:
-        return functional.linear(a, b.T, torch.zeros_like(b[0]))
+        bias = torch.zeros_like(b[0])
+        return functional.linear(a, b.T, bias)
 
     def convolve(a: Any, b: Any) -> Any:
-        return functional.conv2d(_pixels(a), _pixels(b.T))[..., 0, 0]
+        channels = functional.conv2d(_pixels(a), _pixels(b.T))
+        return channels[..., 0, 0]
 
     def attend(x: Any, v: Any) -> Any:
         q = x[None, None]
-        return functional.scaled_dot_product_attention(q, q, v[None, None], scale=_SHARP)[0, 0]
+        v = v[None, None]
+        values = functional.scaled_dot_product_attention(q, q, v, scale=_SHARP)
+        return values[0, 0]
 
-    def on(device: str, call: Callable[..., Any], a: Any, b: Any) -> Any:
+    def on(device: str, call: Operation, a: Any, b: Any) -> Any:
+        x = torch.tensor(a, device=device)
+        y = torch.tensor(b, device=device)
         with torch.no_grad():
-            result = call(torch.tensor(a, device=device), torch.tensor(b, device=device))
-            return result.cpu().numpy()
+            return call(x, y).cpu().numpy()
 
-    for device in ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    for device in ("cpu", *gpus):
         run = partial(partial, on, device)
         operations: Operations = {
             "matmul": run(torch.matmul),
@@ -272,14 +304,19 @@ def _pixels(x: Any) -> Any:
 
 def _of_jax(jax: Any) -> Iterator[tuple[str, Operations]]:
     def convolve(a: Any, b: Any) -> Any:
-        return jax.lax.conv(_pixels(a), _pixels(b.T), (1, 1), "VALID")[..., 0, 0]
+        channels = jax.lax.conv(_pixels(a), _pixels(b.T), (1, 1), "VALID")
+        return channels[..., 0, 0]
 
     def attend(x: Any, v: Any) -> Any:
         q = x[None, :, None]
-        return jax.nn.dot_product_attention(q, q, v[None, :, None], scale=_SHARP)[0, :, 0]
+        v = v[None, :, None]
+        values = jax.nn.dot_product_attention(q, q, v, scale=_SHARP)
+        return values[0, :, 0]
 
-    def on(device: Any, call: Callable[..., Any], a: Any, b: Any) -> Any:
-        return np.asarray(call(jax.device_put(a, device), jax.device_put(b, device)))
+    def on(device: Any, call: Operation, a: Any, b: Any) -> Any:
+        x = jax.device_put(a, device)
+        y = jax.device_put(b, device)
+        return np.asarray(call(x, y))
 
     devices = jax.local_devices()
     if jax.default_backend() != "cpu":
@@ -296,17 +333,21 @@ def _of_jax(jax: Any) -> Iterator[tuple[str, Operations]]:
 
 
 def _of_numpy(numpy: Any) -> Iterator[tuple[str, Operations]]:
-    yield "cpu", {"matmul": numpy.matmul, "dot": numpy.dot, "solve": partial(_solved, numpy.linalg.solve)}
+    operations: Operations = {"matmul": numpy.matmul, "dot": numpy.dot, "solve": partial(_solved, numpy.linalg.solve)}
+    yield "cpu", operations
 
 
 def _of_cupy(cupy: Any) -> Iterator[tuple[str, Operations]]:
-    def on(number: int, call: Callable[..., Any], a: Any, b: Any) -> Any:
+    def on(number: int, call: Operation, a: Any, b: Any) -> Any:
         with cupy.cuda.Device(number):
-            return cupy.asnumpy(call(cupy.asarray(a), cupy.asarray(b)))
+            x = cupy.asarray(a)
+            y = cupy.asarray(b)
+            return cupy.asnumpy(call(x, y))
 
     for number in range(cupy.cuda.runtime.getDeviceCount()):
-        solve = partial(_solved, partial(on, number, cupy.linalg.solve))
-        yield f"cuda:{number}", {"matmul": partial(on, number, cupy.matmul), "solve": solve}
+        run = partial(partial, on, number)
+        operations: Operations = {"matmul": run(cupy.matmul), "solve": partial(_solved, run(cupy.linalg.solve))}
+        yield f"cuda:{number}", operations
 
 
 _DEVICES = {"torch": _of_torch, "jax": _of_jax, "numpy": _of_numpy, "cupy": _of_cupy}

@@ -37,13 +37,17 @@ def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_
         x = a[None, :]
     if b.ndim == 1:
         y = b[:, None]
-    if plan.mode_has_effect and row(plan.mode).widens:
+    accumulator = plan.compute_dtype.accumulator.label
+    out = plan.out_dtype.label
+    widens = plan.mode_has_effect and row(plan.mode).widens
+    if widens:
         # The sum over all chunks is in FP64 and rounded once.
-        wide = row(plan.mode).accumulator(plan.compute_dtype).label
-        lazy = _product(x.astype(wide), y.astype(wide), resolved, wide, wide, k_chunk)
+        accumulator = out = row(plan.mode).accumulator(plan.compute_dtype).label
+        x = x.astype(out)
+        y = y.astype(out)
+    lazy = _product(x, y, resolved, accumulator, out, k_chunk)
+    if widens:
         lazy = lazy.astype(NUMPY_DTYPES[plan.out_dtype])
-    else:
-        lazy = _product(x, y, resolved, plan.compute_dtype.accumulator.label, plan.out_dtype.label, k_chunk)
     if a.ndim == 1:
         lazy = lazy[..., 0, :]
     if b.ndim == 1:
@@ -74,23 +78,27 @@ def _product(
     # An argument without effect would make the workers warn.
     if row(resolved.mode).acts(parse_dtype(accumulator)):
         mode = str(resolved.mode)
-    name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out, k_chunk)}"
+    token = tokenize(a, b, mode, emulates, out, k_chunk)
+    name = f"lowprec-matmul-{token}"
     graph: dict[Any, Any] = {}
-    for *outer, i, j in itertools.product(*(range(len(c)) for c in chunks)):
+    numbers = [range(len(axis)) for axis in chunks]
+    *others, last = range(a.numblocks[-1])
+    for *outer, i, j in itertools.product(*numbers):
         total: Any = None
-        *others, last = range(a.numblocks[-1])
         x = (a.name, *_block_of(a, outer), i)
         y = (b.name, *_block_of(b, outer))
         for k in others:
             task = (_add_product, total, (*x, k), (*y, k, j), mode, accumulator, emulates, k_chunk)
             total = (f"{name}-sum", *outer, i, j, k)
             graph[total] = task
-        graph[(name, *outer, i, j)] = (_add_product, total, (*x, last), (*y, last, j), mode, out, emulates, k_chunk)
+        task = (_add_product, total, (*x, last), (*y, last, j), mode, out, emulates, k_chunk)
+        graph[(name, *outer, i, j)] = task
     layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
     result_type = NUMPY_DTYPES[parse_dtype(out)]
     meta = a._meta
     if isinstance(meta, np.ndarray):
-        meta = np.empty((0,) * len(chunks), result_type)
+        empty = (0,) * len(chunks)
+        meta = np.empty(empty, result_type)
     return da.Array(layers, name, chunks, meta=meta, dtype=result_type)
 
 
@@ -98,16 +106,19 @@ def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tupl
     """Return the operands with the same chunks along k and along their batches, and the chunks of the batch."""
     a = _without_empty_chunks(a)
     b = _without_empty_chunks(b)
-    count = max(a.ndim, b.ndim) - 2
-    axes = [*range(count), "m", "k", "n"]
-    names_a = [*axes[count - (a.ndim - 2) : count], "m", "k"]
-    names_b = [*axes[count - (b.ndim - 2) : count], "k", "n"]
+    axes = list(range(max(a.ndim, b.ndim) - 2))
+    names_a = [*_last(axes, a.ndim - 2), "m", "k"]
+    names_b = [*_last(axes, b.ndim - 2), "k", "n"]
     if a.numblocks[-1] == 1:  # otherwise every task would need all of k
         a = a.rechunk({a.ndim - 1: b.chunks[-2]})
     if b.chunks[-2] != a.chunks[-1]:
         b = b.rechunk({b.ndim - 2: a.chunks[-1]})
     chunks, (a, b) = da.core.unify_chunks(a, names_a, b, names_b)
-    return a, b, tuple(chunks[axis] for axis in axes[:count])
+    return a, b, tuple(chunks[axis] for axis in axes)
+
+
+def _last(axes: list[int], count: int) -> list[int]:
+    return axes[len(axes) - count :]
 
 
 def _without_empty_chunks(x: da.Array) -> da.Array:
@@ -118,16 +129,18 @@ def _without_empty_chunks(x: da.Array) -> da.Array:
 
 def _block_of(x: da.Array, outer: list[int]) -> list[int]:
     """Return the batch index of an operand's block for a chunk of the result; 0 where it is broadcast."""
-    mine = outer[len(outer) - (x.ndim - 2) :]
-    return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
+    mine = _last(outer, x.ndim - 2)
+    batch = x.shape[:-2]
+    return [0 if length == 1 else i for i, length in zip(mine, batch, strict=True)]
 
 
 def _add_product(acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: Any = None, k_chunk: Any = None) -> Any:
     """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
     scope = emulate(emulates) if emulates else contextlib.nullcontext()
+    options: Any = {"math_mode": mode, "out_dtype": out, "k_chunk": k_chunk}
     with scope:
         if acc is None:
-            return matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+            return matmul(a, b, **options)
         if out == "int32":  # integer epilogues add no matrix
             return acc + matmul(a, b)
-        return matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+        return matmul(a, b, c=acc, beta=1.0, **options)

@@ -105,7 +105,8 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     library = library_of(a)
     _check_values("a", x.ndarray(), name_of_format)
     _check_values("b", y.ndarray(), name_of_format)
-    target = library.allocate((*batch, x.shape[-2], y.shape[-1]), DType.FLOAT32, CPU, a)
+    shape = (*batch, x.shape[-2], y.shape[-1])
+    target = library.allocate(shape, DType.FLOAT32, CPU, a)
     target.ndarray()[...] = multiply(x.ndarray(), y.ndarray(), z.ndarray(), model)
     return library.wrap(target.owner, a, b, c)
 
@@ -121,7 +122,8 @@ def _view(name: str, x: Any) -> ArrayView:
 
 def _batch_shape(a: Shape, b: Shape, c: Shape) -> Shape:
     described = f"a {a}, b {b}, c {c}"
-    if min(len(a), len(b), len(c)) < 2 or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
+    are_matrices = min(len(a), len(b), len(c)) > 1
+    if not are_matrices or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
         raise ShapeError(f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {described}")
     try:
         return np.broadcast_shapes(a[:-2], b[:-2], c[:-2])
@@ -131,8 +133,9 @@ def _batch_shape(a: Shape, b: Shape, c: Shape) -> Shape:
 
 def _check_values(name: str, x: Any, fmt: str) -> None:
     with np.errstate(all="ignore"):
-        is_changed = rounded(x, np.dtype(np.float32), FORMATS[fmt]) != x
-    wrong = np.argwhere(is_changed & ~np.isnan(x))
+        nearest = rounded(x, np.dtype(np.float32), FORMATS[fmt])
+    is_changed = (nearest != x) & ~np.isnan(x)
+    wrong = np.argwhere(is_changed)
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is not a {fmt} number; round the operands first")
