@@ -3,7 +3,6 @@
 The programs are compiled here, for the OpenBLAS of NumPy (64-bit integers) and of SciPy (32-bit integers).
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,10 +13,10 @@ import numpy as np
 import pytest
 
 import lowprec
+from support.native import compiled, openblas
 from support.programs import start, write
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "tests" / "native" / "blas_program.cpp"
+SOURCE = Path(__file__).parents[1] / "native" / "blas_program.cpp"
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 #: Unit roundoff of the operands of modes; of `bf16x3`, that of two parts (docs/recovery.md).
@@ -53,28 +52,6 @@ int main(void) {
     return 3;
 }
 """
-
-
-def openblas(name):
-    """Return the path of the OpenBLAS of NumPy or SciPy."""
-    found = importlib.util.find_spec(name)
-    folder = Path(found.origin).parent.parent / f"{name}.libs" if found else Path()
-    paths = sorted(folder.glob("libscipy_openblas*")) if found else []
-    if not paths:
-        pytest.skip(f"{name} is not here, or not built with OpenBLAS")
-    return paths[0]
-
-
-def compiled(folder, source, *options, name="program"):
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    builder = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(builder)
-    compiler = builder.system_compiler()
-    if sys.platform != "linux" or compiler is None:
-        pytest.skip("no C++ compiler, or a system whose BLAS calls are not taken")
-    path = folder / name
-    subprocess.run([*compiler, "-std=c++17", "-O1", str(source), *options, "-o", str(path)], check=True)
-    return path
 
 
 @pytest.fixture(scope="module")

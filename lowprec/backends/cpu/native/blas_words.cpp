@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -67,12 +68,13 @@ namespace {
 const int LIBRARIES = Functions::LIBRARIES;
 enum Other { DLSYM,
              PTHREAD_CREATE,
+             KMPC_FORK_CALL,
              GOMP_PARALLEL,
-             FIRST_LOOP,
-             OTHERS = FIRST_LOOP + 7 };
+             OTHERS = GOMP_PARALLEL + 8 };
 const char* const OTHER_NAMES[OTHERS] = {
     "dlsym",
     "pthread_create",
+    "__kmpc_fork_call",
     "GOMP_parallel",
     "GOMP_parallel_sections",
     "GOMP_parallel_loop_static",
@@ -142,7 +144,40 @@ void our_gomp(void (*function)(void*), void* argument, long a, long b, long c, l
     release(region.scope);
 }
 
+
+// A parallel region of LLVM's and Intel's OpenMP. Its function gets addresses, and ignores those beyond its own.
+const int MOST_ADDRESSES = 256;
+typedef void Microtask(int32_t* thread, int32_t* in_team, ...);
+struct Fork {
+    Microtask* function;
+    Scope* scope;
+    void* addresses[MOST_ADDRESSES];
+};
+template <size_t... NUMBER>
+void call_with(Fork& fork, int32_t* thread, int32_t* in_team, std::index_sequence<NUMBER...>) {
+    fork.function(thread, in_team, fork.addresses[NUMBER]...);
+}
+void run_fork(int32_t* thread, int32_t* in_team, Fork* fork, int32_t size) {
+    Scope* before = held(innermost());
+    set_scope(fork->scope);
+    if (size <= 16) call_with(*fork, thread, in_team, std::make_index_sequence<16>());
+    else call_with(*fork, thread, in_team, std::make_index_sequence<MOST_ADDRESSES>());
+    set_scope(before);
+    release(before);
+}
+template <int LIBRARY> void our_fork(void* location, int32_t size, Microtask* function, ...) {
+    const auto original = (decltype(&our_fork<LIBRARY>))others[KMPC_FORK_CALL][LIBRARY].load();
+    Fork fork = {function, held(innermost()), {}};
+    va_list addresses;
+    va_start(addresses, function);
+    for (int i = 0; i < size && i < MOST_ADDRESSES; i++) fork.addresses[i] = va_arg(addresses, void*);
+    va_end(addresses);
+    original(location, 2, (Microtask*)run_fork, &fork, (intptr_t)size);
+    release(fork.scope);
+}
+
 template <int NAME, int LIBRARY> void* our_other() {
+    if (NAME == KMPC_FORK_CALL) return (void*)our_fork<LIBRARY>;
     if (NAME == DLSYM) return (void*)our_dlsym<LIBRARY>;
     if (NAME == PTHREAD_CREATE) return (void*)our_pthread_create<LIBRARY>;
     return (void*)our_gomp<NAME, LIBRARY>;
@@ -359,10 +394,7 @@ List<Searched> searched;
 
 bool is_replaced(const char* name) {
     Symbol symbol;
-    if (*name == 'd' || *name == 'p' || !strncmp(name, "GOMP", 4)) {
-        if (other_functions(name)) return true;
-    }
-    return parsed(name, symbol);
+    return other_functions(name) || parsed(name, symbol);
 }
 
 void add_words(const Library& library) {
