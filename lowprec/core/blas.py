@@ -26,7 +26,7 @@ _ANY_K = 2**63 - 1
 _NO_MODE = -1
 _MOST_ROWS = 640
 #: Extents of the product whose kernel and scheme are those of every product of a program.
-_SHAPE = (1024, 1024)
+_SHAPE = (1000, 1000)
 
 #: The routines with rules of their own, in the order of ``enum Routine``.
 ROUTINES = ("gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv", "dot", "ger", "lapack")
@@ -40,7 +40,8 @@ class _Mode(ctypes.Structure):
 
     _fields_ = (
         ("name", ctypes.c_char * 24), ("scheme", library.Scheme * 2), ("unit", _I32 * 2), ("unit_of_few", _I32),
-        ("pad", _I32), ("quantises", _I32), ("is_native", _I32), ("most_k", _I64), ("rounding", library.Quantizer * 2),
+        ("quantises", _I32), ("is_native", _I32), ("piece", _I32), ("last_unit", _I32), ("pad", _I32),
+        ("most_k", _I64), ("rounding", library.Quantizer * 2),
     )  # fmt: skip
 
 
@@ -130,9 +131,9 @@ def _describe(to: _Mode, mode: Mode) -> None:
 def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
     plan = _plan(mode, dtype)
     if plan.quantized is not None:
-        if plan.quantized.k_piece:
-            raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which sums k in pieces")
         to.quantises = True
+        to.piece = plan.quantized.k_piece
+        to.last_unit = _unit_of(plan.quantized.last)
         for i, rule in enumerate(plan.quantized.rules):
             assert rule is not None
             quantizing.add_rule(to.rounding[i], rule, dtype)

@@ -206,9 +206,9 @@ def test_products_of_numpys_loops_are_counted(name):
     assert product.multiplications == multiplications
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp32", "fp8", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int8"])
+@pytest.mark.parametrize("mode", ["bf16", "fp32", "fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
 def test_float16_has_the_bits_of_matmul(mode):
-    a, b = draw(37, 100).astype(np.float16), draw(100, 21, seed=1).astype(np.float16)
+    a, b = draw(37, 300).astype(np.float16), draw(300, 221, seed=1).astype(np.float16)
     operands = {
         "plain": (a, b),
         "transposed": (b.T, a.T),
@@ -220,7 +220,9 @@ def test_float16_has_the_bits_of_matmul(mode):
         with ln.intercept(mode) as seen:
             found = x @ y
         in_bf16 = name == "vector" and mode not in ("bf16", "fp32")
-        assert np.array_equal(found, lowprec.matmul(x, y, math_mode="bf16" if in_bf16 else mode)), name
+        math_mode = "bf16" if in_bf16 else mode
+        each = [lowprec.matmul(one, y, math_mode=math_mode) for one in x.reshape(-1, *x.shape[-2:])]
+        assert np.array_equal(found.reshape(len(each), *each[0].shape), each), name
         quantises = mode not in ("bf16", "fp32") and not in_bf16
         assert {p.mode for p in seen.report().taken} == {mode if quantises else "fp32"}
         assert not seen.report().passed

@@ -172,7 +172,9 @@ void describe_rounding(lp_product& product, const Product& p, int of_source, boo
     const bool is_along_k = q.inner == 1 || q.vector != 1;
     q.to_vector = is_along_k ? q.k : 1;
     q.to_inner = is_along_k ? 1 : vectors;
-    q.scale_batch = vectors;
+    const bool has_blocks = q.scaling == LP_F32_SCALES;
+    q.scale_inner = has_blocks ? (vectors + q.block_vectors - 1) / q.block_vectors : 0;
+    q.scale_batch = has_blocks ? (q.k + q.block_k - 1) / q.block_k * q.scale_inner : vectors;
     q.scale_vector = 1;
     const int type = q.elements == LP_NARROW_I8 ? LP_I8 : LP_BF16;
     rounded = is_b ? described(q.to_inner, q.to_vector, type) : described(q.to_vector, q.to_inner, type);
@@ -212,6 +214,8 @@ int32_t multiply(const Product& p, int type) {
     const int64_t ALONE = 1 << 18;  // multiplications up to which the calling thread multiplies alone
     call.threads = p.m * p.n * p.k <= ALONE ? 1 : p.threads;
     if (quantises) {
+        product.piece = p.mode->piece;
+        product.last_unit = p.mode->last_unit;
         describe_rounding(product, p, type, false);
         describe_rounding(product, p, type, true);
     }

@@ -142,9 +142,10 @@ typedef struct {
     lp_scheme scheme[2];  // of real and of complex products
     int32_t unit[2];      // lp_unit
     int32_t unit_of_few;  // for products of few numbers and of vectors: one that needs no preparation
-    int32_t pad;
     int32_t quantises;    // whether operands of real products are rounded by these quantizers, without sizes and strides
     int32_t is_native;    // it acts on float64 and complex128, whose products the BLAS computes
+    int32_t piece;        // of k, and the lp_unit of a shorter last one, as in lp_product
+    int32_t last_unit, pad;
     int64_t most_k;       // longest k of a product of real operands
     lp_quantizer rounding[2];
 } lp_blas_mode;
