@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from lowprec.core.interception import Interception, Modes
+from lowprec.core.interception import Interception
 from lowprec.core.interception_report import InterceptionReport
+from lowprec.core.rules import Rules, RulesLike, first_match
 from lowprec.errors import SettingError, UnsupportedError, quoted
-from lowprec.modes import ModeLike
 from lowprec.policy.entries import Entry
 
 LIBRARIES = ("torch", "jax", "numpy")
@@ -23,9 +23,9 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str, MathMode, Recipe, or mapping
-        Mode of the products, or modes of PyTorch's layers. With these, the products of JAX and NumPy have the mode of a
-        product without a layer: that of ``"*"``.
+    math_mode : str, MathMode, Recipe, mapping, list of pairs, or path
+        Mode of the products, or rules as in :class:`lowprec.torch.intercept`. Of these, NumPy uses those of its
+        routines and that of ``"*"``, and JAX the mode of a product without a layer.
     libraries : list of str, optional
         The libraries, such as ``["torch"]``; by default those that are loaded at the entry and that lowprec can
         intercept on this system; the report names the others.
@@ -37,7 +37,7 @@ class intercept(Interception):
     Raises
     ------
     ModeError
-        A mode is unknown.
+        A mode or a pattern is illegal.
     SettingError
         A name in ``libraries`` is unknown.
     UnsupportedError
@@ -57,7 +57,7 @@ class intercept(Interception):
 
     def __init__(
         self,
-        math_mode: Modes,
+        math_mode: RulesLike,
         libraries: Iterable[str] | None = None,
         *,
         statistics: bool = False,
@@ -67,7 +67,6 @@ class intercept(Interception):
     ) -> None:
         self._names = _checked(libraries)
         super().__init__(math_mode, statistics)
-        self._given = math_mode
         self._options: dict[str, Any] = {"statistics": statistics, "attention": attention, "step": step, "cast": cast}
         self._parts: dict[str, Interception] = {}
 
@@ -83,7 +82,7 @@ class intercept(Interception):
         entry.key = []
         for name in self._names or [name for name in LIBRARIES if name in sys.modules]:
             try:
-                part = self._parts.get(name) or of_library(name, self._given, self.mode_of(()), **self._options)
+                part = self._parts.get(name) or of_library(name, self.rules, **self._options)
                 self._parts[name] = part
                 part.__enter__()
             except UnsupportedError as error:
@@ -123,18 +122,23 @@ def _checked(libraries: Iterable[str] | None) -> tuple[str, ...] | None:
     return names
 
 
-def of_library(name: str, modes: Modes, mode: ModeLike | None, *, cast: bool = False, **of_torch: Any) -> Interception:
-    """Return the interception of one library; ``mode`` is that of the libraries without layers."""
+def of_library(name: str, rules: Rules, *, cast: bool = False, **of_torch: Any) -> Interception:
+    """Return the interception of one library, by those of the rules that may match its products."""
     if name == "torch":
         from lowprec.torch.interception import intercept as torch
 
-        return torch(modes, **of_torch)
-    if mode is None:
-        raise UnsupportedError('no mode for products without a layer; add "*" to the modes')
+        return torch(rules, **of_torch)
     if name == "jax":
         from lowprec.jax.interception import intercept as jax
 
+        mode = first_match(rules, ())
+        if mode is None:
+            raise UnsupportedError('no mode for products without a layer; add "*" to the modes')
         return jax(mode)
+    from lowprec.numpy import blas
     from lowprec.numpy import intercept as numpy
 
-    return numpy(mode, cast=cast)
+    rules = tuple(rule for rule in rules if blas.applies(rule[0]))
+    if not rules:
+        raise UnsupportedError('no rule for a routine of the BLAS; add "*" to the rules')
+    return numpy(rules, cast=cast)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]
 
-from lowprec import policy
 from lowprec.core import blas
-from lowprec.core.interception import Interception, Modes
+from lowprec.core.interception import Interception
 from lowprec.core.interception_report import InterceptionReport, LedgerRow, PassedBy
+from lowprec.core.rules import RulesLike
 from lowprec.errors import ModeError
-from lowprec.modes import Mode
 from lowprec.policy import entries
 from lowprec.policy.entries import Entry
 
@@ -57,10 +55,10 @@ class intercept(Interception):
 
     Parameters
     ----------
-    modes : str, MathMode, Recipe or mapping
-        Mode of the products, or modes by patterns of the routines' names, of which the first that matches is used:
-        ``{"dot": "bf16", "*": "fp8"}``. ``"lapack"`` is the name of the products inside solvers. An ``fp32_guard``
-        overrides it. It acts on float32 and complex64.
+    math_mode : str, MathMode, Recipe, mapping, list of pairs, or path
+        Mode of the products, or rules by routine, as of :class:`lowprec.torch.intercept`: ``{"dot": "bf16", "*":
+        "fp8"}``. ``"lapack"`` is the name of the products inside solvers. An ``fp32_guard`` overrides it. It acts on
+        float32 and complex64.
     cast : bool
         Whether it also acts on float64 and complex128: these are rounded once, to the numbers of the mode, and the
         result is float64 or complex128 again.
@@ -68,7 +66,7 @@ class intercept(Interception):
     Raises
     ------
     ModeError
-        A mode is unknown, or a pattern matches no routine.
+        A mode or a pattern is illegal, or a pattern is neither a routine nor ``*``.
     UnsupportedError
         At entry: another system than Linux, no compiled kernels, or a mode without a kernel for all products.
 
@@ -85,23 +83,15 @@ class intercept(Interception):
 
     _of_all_threads = False
 
-    def __init__(self, modes: Modes, cast: bool = False) -> None:
-        super().__init__(modes)
+    def __init__(self, math_mode: RulesLike, cast: bool = False) -> None:
+        super().__init__(math_mode)
         self.cast = cast
         self._text += ", cast=True" if cast else ""
-        for pattern, _ in self._patterns:
-            if not any(fnmatchcase(routine, pattern) for routine in blas.ROUTINES):
+        for pattern, _ in self.rules:
+            if not blas.applies(pattern):
                 self._watch = None  # of a scope that is not made
                 raise ModeError(f"{pattern!r} matches no routine; they are {', '.join(blas.ROUTINES)}")
-
-    def _rule(self, routine: str) -> Mode | None:
-        for pattern, mode in self._patterns:
-            resolved = policy.resolve(mode).mode
-            if pattern == "*":
-                return blas.rule_of(resolved)(routine)
-            if fnmatchcase(routine, pattern):
-                return resolved
-        return None
+        self._rule = blas.rule_of(self.rules)
 
     def _key(self) -> list[blas.Scope]:
         """Return the scope of a block, before those of guards inside the block."""

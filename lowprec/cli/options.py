@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from lowprec.core.rules import Rules, parse_rules
 from lowprec.errors import LowprecError, did_you_mean
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import Mode, mode_names, parse_mode
@@ -37,6 +38,7 @@ def _device(text: str) -> str:
 
 
 mode: Callable[[str], Mode] = _named(lambda text: parse_mode(text, what="mode"))
+rules: Callable[[str], Rules] = _named(lambda text: parse_rules(text, what="mode"))
 dtype: Callable[[str], DType] = _named(dtype_from_name, [str(x) for x in OPERAND_DTYPES])
 #: The CPU, or the name of a GPU, present or not.
 device: Callable[[str], str] = _named(_device)

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from lowprec import policy
 from lowprec.arrays import CPU
 from lowprec.backends.cpu import library, products, quantizing, threads
 from lowprec.backends.cpu.device import capabilities
 from lowprec.backends.cpu.library import untaken  # noqa: F401 - for other packages
+from lowprec.core.rules import ALL, Rules, first_match, names
 from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, Mode, row
@@ -30,8 +32,7 @@ _SHAPE = (1000, 1000)
 
 #: The routines with rules of their own, in the order of ``enum Routine``.
 ROUTINES = ("gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv", "dot", "ger", "lapack")
-#: Those that keep their precision unless a rule names them, and those that modes that quantise compute in ``bf16``.
-_KEPT = frozenset(["dot", "ger", "lapack"])
+#: Those that modes that quantise compute in ``bf16`` unless a rule names them.
 _OF_VECTORS = frozenset(["gemv", "symv", "hemv"])
 
 
@@ -68,14 +69,22 @@ class Count(ctypes.Structure):
 Rule: TypeAlias = Callable[[str], "Mode | None"]
 
 
-def rule_of(mode: Mode) -> Rule:
-    """Return the rule of all routines in a mode: products of vectors, and those inside solvers, are exempt."""
-    of_vectors = MathMode.BF16 if row(mode).quantizes else mode
+def applies(pattern: str) -> bool:
+    """Whether a pattern of a rule is a routine, or that of all products."""
+    return pattern == ALL or pattern in ROUTINES
+
+
+def rule_of(rules: Rules) -> Rule:
+    """Return the mode of each routine by the rules and the policy of the caller."""
 
     def rule(routine: str) -> Mode | None:
-        if routine in _KEPT:
+        mode = first_match(rules, (), routine)
+        if mode is None:
             return None
-        return of_vectors if routine in _OF_VECTORS else mode
+        mode = policy.resolve(mode).mode
+        if row(mode).quantizes and routine in _OF_VECTORS and not names(rules, routine):
+            return MathMode.BF16
+        return mode
 
     return rule
 
@@ -110,10 +119,10 @@ def described(rule: Rule, casts: bool) -> Blas:
     return found
 
 
-def preloaded(mode: Mode) -> tuple[str, str]:
-    """Return the path of the library to preload, and the rules of a mode as the text of ``LOWPREC_BLAS``."""
-    rules = described(rule_of(mode), casts=True)
-    return library.path(), bytes(rules).hex()
+def preloaded(rules: Rules) -> tuple[str, str]:
+    """Return the path of the library to preload, and the rules as the text of ``LOWPREC_BLAS``."""
+    described_rules = described(rule_of(rules), casts=True)
+    return library.path(), bytes(described_rules).hex()
 
 
 def _describe(to: _Mode, mode: Mode) -> None:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context, ContextVar
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from lowprec.core.interception_report import InterceptionReport, Ledger
-from lowprec.errors import ModeError
-from lowprec.modes import Mode, ModeLike, parse_mode
+from lowprec.core.rules import Layer, RulesLike, first_match, parse_rules, shown
+from lowprec.modes import Mode
 from lowprec.policy.decorators import ContextScope
 from lowprec.policy.entries import Entry, innermost
 from lowprec.util.lock import lock
-
-#: A mode for all layers, or modes by patterns of layer names, by class names, or by classes.
-Modes = ModeLike | Mapping[Any, ModeLike]
 
 
 class Interception(ContextScope):
@@ -33,19 +29,12 @@ class Interception(ContextScope):
     #: Open blocks of all threads; changed by one assignment, so that a signal handler's exception leaves no half of it.
     _holders: frozenset[Entry] = frozenset()
 
-    def __init__(self, modes: Modes, statistics: bool = False) -> None:
-        if isinstance(modes, Mapping):
-            if not modes:
-                raise ModeError("the mapping of layers to modes is empty")
-            self._patterns = [(_pattern(key), parse_mode(mode)) for key, mode in modes.items()]
-            self._text = repr(modes)
-        else:
-            mode = parse_mode(modes)
-            self._patterns = [("*", mode)]
-            self._text = repr(str(mode))
+    def __init__(self, rules: RulesLike, statistics: bool = False) -> None:
+        self.rules = parse_rules(rules)
+        self._text = shown(self.rules)
         self.statistics = statistics
         self.ledger = Ledger()
-        self._modes: dict[tuple[tuple[str, str], ...], Mode | None] = {}
+        self._modes: dict[tuple[Layer, str], Mode | None] = {}
         super().__init__(3)
 
     def __init_subclass__(cls) -> None:
@@ -104,23 +93,14 @@ class Interception(ContextScope):
         """Return notes for the report."""
         return []
 
-    def mode_of(self, layer: tuple[tuple[str, str], ...]) -> Mode | None:
-        """Return the mode of a layer: of the first pattern that its name, or else its class, matches.
-
-        ``layer`` has a (name, class) for each layer that the product may belong to.
-        """
+    def mode_of(self, layer: Layer, routine: str = "") -> Mode | None:
+        """Return the mode of a product by the rules."""
+        key = layer, routine
         try:
-            return self._modes[layer]
+            return self._modes[key]
         except KeyError:
-            mode = self._modes[layer] = self._first_match(layer or (("", ""),))
+            mode = self._modes[key] = first_match(self.rules, layer, routine)
             return mode
-
-    def _first_match(self, layer: tuple[tuple[str, str], ...]) -> Mode | None:
-        for pattern, mode in self._patterns:
-            for name, kind in layer:
-                if fnmatchcase(name, pattern) or pattern == kind:
-                    return mode
-        return None
 
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""
@@ -154,11 +134,3 @@ class Interception(ContextScope):
 
     #: The block of ``lowprec run``.
     _of_process: Entry | None = None
-
-
-def _pattern(key: Any) -> str:
-    if isinstance(key, type):
-        return key.__name__
-    if isinstance(key, str):
-        return key
-    raise ModeError(f"a layer is given by a pattern of names or by a class, got {type(key).__name__}")

@@ -119,7 +119,7 @@ class InterceptedProduct:
     count: int  #: Number of such products.
     multiplications: int  #: Number of multiplications of elements; 0 where it is unknown.
     passed_by: PassedBy | None = None  #: The reason why the library computed it; None where lowprec did.
-    detail: str = ""  #: The error message, where lowprec raised one.
+    detail: str = ""  #: The error message, where lowprec raised one, or why it used another mode.
     gradient: str = ""  #: ``"grad_input"`` or ``"grad_weight"`` in backward passes, with ``statistics=True``.
     a: OperandStatistics = _NONE  #: Of the first operand, with ``statistics=True``, where lowprec computed it.
     b: OperandStatistics = _NONE  #: Of the second operand.
@@ -127,7 +127,7 @@ class InterceptedProduct:
 
     @property
     def reason(self) -> str:
-        """Why the library computed it, as text; empty where lowprec did."""
+        """Why the library computed it, or lowprec in another mode, as text; empty where neither."""
         return ": ".join(filter(None, (str(self.passed_by or ""), self.detail)))
 
 
@@ -226,7 +226,7 @@ class InterceptionReport(Report):
                 row.append(", ".join(map(text.format, both)) if any(both) else "")
             if measured:
                 row.append(f"{p.error:.1e}")
-            rows.append([*row, p.mode or p.reason])
+            rows.append([*row, p.reason or p.mode])
         return Table(title, [*columns, last], rows, ("pass", "dtype", "operands"))
 
 

@@ -62,7 +62,7 @@ class intercept(Interception):
         super().__init__(parse_mode(math_mode))
 
     def _key(self) -> Any:
-        return self._patterns[0][1].value, _default_precision(jax.config.jax_default_matmul_precision)
+        return self.rules[0][1].value, _default_precision(jax.config.jax_default_matmul_precision)
 
     def _install(self) -> None:
         _register(lax.dot_general_p, _lower_product)

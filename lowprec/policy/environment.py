@@ -361,8 +361,8 @@ def child_environment(
     """Return the environment for a program that ``lowprec run`` starts.
 
     ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
-    chooses its modes, or with the guard; with ``force`` the program cannot change it. ``intercept`` is a JSON object of
-    modes by layer, and ``folder`` is for the counts of the program's processes. ``preloaded`` is a library with BLAS
+    chooses its modes, or with the guard; with ``force`` the program cannot change it. ``intercept`` is a JSON list of
+    rules, and ``folder`` is for the counts of the program's processes. ``preloaded`` is a library with BLAS
     entry points, and its mode.
     """
     child = dict(os.environ)

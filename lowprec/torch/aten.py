@@ -99,12 +99,14 @@ _OTHERS: dict[PassedBy, str] = {
     ),
     PassedBy.LINEAR_ALGEBRA: (
         "_linalg_det _linalg_eig _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky_ex linalg_eig "
-        "linalg_householder_product linalg_inv_ex linalg_ldl linalg_lstsq linalg_lu linalg_qr linalg_solve_tri "
+        "linalg_householder_product linalg_inv_ex linalg_ldl linalg_lstsq linalg_lu linalg_pinv linalg_qr "
+        "linalg_solve_tri "
         "cholesky geqrf ormqr triangular_solve"
     ),
 }
 _NAMESPACES = ("aten", "quantized", "_quantized", "onednn", "mkldnn", "mkl", "mkldnn_prepacked", "sparse")
 _DENSE = ("CPU", "CUDA")
+_COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _STORAGES = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "MkldnnCPU")
 _NOT_PRODUCTS = ("prepack", "unpack", "reorder", "_cholesky_solve_helper", "linear_backward", "matmul_backward")
 
@@ -169,7 +171,7 @@ def _kernels() -> Iterator[Kernel]:
         # Autograd differentiates through composites. The operators that they call are replaced instead.
         if reason is None or has(operator, "CompositeImplicitAutograd"):
             continue
-        is_composite = has(operator, "CompositeExplicitAutograd") and "out" not in overload
+        is_composite = any(has(operator, key) for key in _COMPOSITES) and "out" not in overload
         for key in (*_DENSE, *_STORAGES):
             if has(operator, key) or (is_composite and key in _BUILT):
                 yield Kernel(operator, key, name.removesuffix("_"), passed_by=reason)

@@ -22,14 +22,15 @@ from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
 from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
-from lowprec.core.interception import Interception, Modes
+from lowprec.core.interception import Interception
 from lowprec.core.interception_report import LedgerRow, PassedBy, Statistics
+from lowprec.core.rules import Layer, RulesLike
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.modes import Mode, Recipe, ResolvedMode, row
 from lowprec.policy.decorators import ContextScope
 from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, AtenProduct, Kernel, Terms, kernels
-from lowprec.torch.layer_names import NAMES, Layer
-from lowprec.torch.passes import mode_of_product
+from lowprec.torch.layer_names import NAMES
+from lowprec.torch.passes import mode_of_product, routine_of
 from lowprec.torch.registration import Function, count_idle_call, register, share_contexts, untraced
 from lowprec.torch.statistics import measure
 
@@ -60,10 +61,12 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str, MathMode, Recipe, or mapping
-        Mode of the products, or modes by layer: ``{"lm_head": "fp32", "*.mlp.*": "bf16", "*": "tf32"}``. The keys are
-        patterns of the layers' names, or their classes; the first one that matches is used, and a product that none
-        matches is PyTorch's. An ``fp32_guard`` overrides the modes.
+    math_mode : str, MathMode, Recipe, mapping, list of pairs, or path
+        Mode of the products, or rules: ``"lm_head=fp32,*.mlp.*=bf16,*=tf32"``, a mapping, pairs of a pattern and a
+        mode, or a TOML file with a table ``[rules]``. A pattern is that of layers' names, a class, or an operator; the
+        first one that matches is used, and a product that none matches is PyTorch's. ``*`` does not match ``"dot"``,
+        products of two vectors, and ``"lapack"``, those of solvers and their gradients. An ``fp32_guard`` overrides the
+        modes.
     statistics : bool
         Whether to measure the operands and the errors of products; see :class:`OperandStatistics`.
     attention : bool
@@ -75,7 +78,7 @@ class intercept(Interception):
     Raises
     ------
     ModeError
-        A mode is unknown.
+        A mode or a pattern is illegal.
 
     Examples
     --------
@@ -87,7 +90,9 @@ class intercept(Interception):
     [('Linear', 'addmm', False, 1), ('Linear', 'mm', True, 1)]
     """
 
-    def __init__(self, math_mode: Modes, statistics: bool = False, *, attention: bool = False, step: int = 0) -> None:
+    def __init__(
+        self, math_mode: RulesLike, statistics: bool = False, *, attention: bool = False, step: int = 0
+    ) -> None:
         super().__init__(math_mode, statistics)
         self.attention = attention
         self.step_number = step
@@ -137,7 +142,7 @@ def _current() -> Found | None:
 
 class _Thread(threading.local):
     counted = 0  # products
-    is_watching = False  # inside an operator that multiplies
+    watched: PassedBy | None = None  # of the operator that multiplies, inside it
 
 
 _thread = _Thread()
@@ -185,9 +190,12 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
         if kernel.in_place:
             out = args[0]
         part = NAMES.of(a, b, _is_backward(), scope.attention)
-        shown = scope.mode_of(part.layer)
-        mode, swaps = mode_of_product(scope, shown, part, a.ndim > 1 < b.ndim)
-        reason = _reason_against(shown, mode, a.dtype)
+        routine = routine_of(kernel.name, part, a, b)
+        if _thread.watched is PassedBy.LINEAR_ALGEBRA:
+            routine = "lapack"
+        shown = scope.mode_of(part.layer, routine)
+        mode, swaps = mode_of_product(scope, shown, part, routine, a.ndim > 1 < b.ndim)
+        reason = _reason_against(shown, mode, routine, a.dtype)
         detail = ""
         count = partial(_count, scope, part.layer, kernel.name, [a, b], a.numel() * b.shape[1:][-1:].numel())
         if reason is None:
@@ -202,8 +210,10 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
                 if isinstance(mode, Recipe) and resolved.mode == mode:
                     mode = shown  # the products of a layer and all steps have one row
                 else:
+                    if not part.layer and row(shown).quantizes > row(mode).quantizes:
+                        detail = f"no parameter found: computed in {mode}"
                     mode = resolved.mode
-                count(mode.value, statistics=statistics, product=part.product)
+                count(mode.value, None, detail, statistics, part.product)
                 return result
         result = own(keyset, *args, **kwargs)
         count("", reason, detail)
@@ -212,10 +222,14 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
     return compute
 
 
-def _reason_against(shown: Mode | None, mode: Mode | None, dtype: torch.dtype) -> PassedBy | None:
+#: Reasons for routines that keep their precision.
+_REASONS = {"dot": PassedBy.VECTORS, "lapack": PassedBy.LINEAR_ALGEBRA}
+
+
+def _reason_against(shown: Mode | None, mode: Mode | None, routine: str, dtype: torch.dtype) -> PassedBy | None:
     """Return the reason why a product is PyTorch's; ``shown`` is the mode of its layer, ``mode`` its own one."""
     if mode is None or shown is None:
-        return PassedBy.LAYER
+        return _REASONS.get(routine, PassedBy.LAYER)
     if dtype in ACTED_ON[row(mode).mode]:
         return None
     if dtype in ACTED_ON[row(shown).mode]:
@@ -257,14 +271,14 @@ def _noted(_: Kernel, own: Function) -> Function:
 
 def _watched(kernel: Kernel, own: Function) -> Function:
     def watch(found: Found, keyset: Any, args: Any, kwargs: Any) -> Any:
-        if _thread.is_watching:
+        if _thread.watched:
             return own(keyset, *args, **kwargs)
         before = _thread.counted
-        _thread.is_watching = True
+        _thread.watched = kernel.passed_by
         try:
             result = own(keyset, *args, **kwargs)
         finally:
-            _thread.is_watching = False
+            _thread.watched = None
         if _thread.counted == before:  # else its own products were counted
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             multiplications = _multiplications(kernel.operator, args, kwargs, result)

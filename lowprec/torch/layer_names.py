@@ -17,10 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowprec.core.rules import Layer
 from lowprec.recipes import Pass
-
-#: (name, class) of each layer that a product may belong to; empty if it is unknown.
-Layer = tuple[tuple[str, str], ...]
 
 
 class Part(NamedTuple):

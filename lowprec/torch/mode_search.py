@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lowprec import plotting
-from lowprec.core.interception import Modes
+from lowprec.core.rules import RulesLike
 from lowprec.errors import SettingError, quoted
 from lowprec.modes import MathMode, Mode, ModeLike, parse_mode
 from lowprec.report import Report
@@ -50,9 +50,9 @@ class LayerModes(Mapping[str, str], Report):
         return len(self.modes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the modes to a TOML file, for ``lowprec run --layers``."""
+        """Write the modes to a TOML file, which :class:`intercept` and ``lowprec run --mode`` read."""
         lines = [f"{json.dumps(pattern)} = {json.dumps(mode)}" for pattern, mode in self.modes.items()]
-        Path(path).write_text("\n".join(["[layers]", *lines, ""]), encoding="utf-8")
+        Path(path).write_text("\n".join(["[rules]", *lines, ""]), encoding="utf-8")
 
     def figure(self) -> Any:
         names, note = plotting.first(list(self.sensitivity))
@@ -122,7 +122,7 @@ def search_modes(run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeLik
     if not 0 < full.norm() < math.inf:
         raise SettingError("search_modes: the result in FP32 is zero or not finite")
 
-    def change(chosen: Modes) -> float:
+    def change(chosen: RulesLike) -> float:
         found = _result(run, chosen)[1]
         each = float((found - full).norm() / full.norm()) if found.shape == full.shape else math.inf
         return math.inf if math.isnan(each) else each
@@ -146,7 +146,7 @@ def search_modes(run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeLik
     return LayerModes(patterns, total, sensitivity, layers)
 
 
-def _result(run: Callable[[], Any], modes: Modes) -> tuple[intercept, torch.Tensor]:
+def _result(run: Callable[[], Any], modes: RulesLike) -> tuple[intercept, torch.Tensor]:
     """Return the report and the numbers of a call in these modes, with the current state of the random numbers."""
     with torch.random.fork_rng(), intercept(modes) as seen:
         leaves = [_numbers(x) for x in tree_leaves(run())]

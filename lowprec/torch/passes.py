@@ -12,7 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lowprec.core.rules import names
 from lowprec.modes import MathMode, Mode, Recipe, row, rules_of
 from lowprec.torch.layer_names import Part
 
@@ -22,11 +24,25 @@ _UNKNOWN = (
 )
 
 
-def mode_of_product(scope: Any, mode: Mode | None, part: Part, is_matrix: bool) -> tuple[Any, bool]:
+#: Names of the backward formulas of solvers and factorisations.
+_SOLVERS = ("Linalg", "Cholesky", "Lu", "TriangularSolve", "Geqrf", "Ormqr")
+
+
+def routine_of(operator: str, part: Part, a: Tensor, b: Tensor) -> str:
+    """Return the name of a product for the rules: ``"lapack"`` in a solver's gradient, ``"dot"`` of two vectors."""
+    node = torch._C._current_autograd_node()
+    if node is not None and type(node).__name__.startswith(_SOLVERS):
+        return "lapack"
+    if not part.layer and a.shape[-2:-1].numel() == b.shape[1:][-1:].numel() == 1:
+        return "dot"
+    return operator
+
+
+def mode_of_product(scope: Any, mode: Mode | None, part: Part, routine: str, is_matrix: bool) -> tuple[Any, bool]:
     """Return the mode of a product in a layer of this mode, and whether its operands change places."""
     if mode is None or not row(mode).quantizes:
         return mode, False
-    if not (scope.attention or (part.layer and is_matrix)):
+    if not (scope.attention or (part.layer and is_matrix) or names(scope.rules, routine)):
         return MathMode.BF16, False
     if isinstance(mode, Recipe):
         if part.product != "forward" and (part.place is None or _is_compiled()):

@@ -115,11 +115,11 @@ def test_settings_already_in_the_environment(started, monkeypatch, words, before
         ("--intercept script.py", "give --mode MODE, --guard or --profile"),
         ("--intercept --guard script.py", "--intercept goes with --mode"),
         ("--intercept --profile script.py", "--intercept goes with --mode"),
-        ("--mode tf32 --layers a=fp32 script.py", "--layers goes with --intercept"),
-        ("--mode tf32 --intercept --layers a script.py", "'a' is not a list of NAME=MODE"),
-        ("--mode tf32 --intercept --layers a=fp23 script.py", "'fp23' is not a math mode"),
+        ("--mode a=fp32,*=tf32 script.py", "rules in --mode go with --intercept"),
+        ("--mode a=fp32,tf32 --intercept script.py", "'tf32' is not PATTERN=MODE"),
+        ("--mode a=fp23 --intercept script.py", "the mode of 'a', 'fp23' is not a math mode"),
         (
-            "--mode tf32 --intercept --layers a.toml script.py",
+            "--mode a.toml --intercept script.py",
             "cannot read a.toml: No such file or directory (see" if sys.version_info >= (3, 11) else "need Python 3.11",
         ),
         ("--force --profile script.py", "--force goes with --mode"),
@@ -228,11 +228,12 @@ def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is in Python 3.11")
-def test_layers_are_read_from_a_file(started, refused):
-    Path("modes.toml").write_text('[layers]\nlm_head = "fp32"\n"*.mlp.*" = "BF16"\n')
+def test_rules_are_read_from_a_file(started, refused):
+    Path("modes.toml").write_text('[rules]\nlm_head = "fp32"\n"*" = "BF16"\n')
     write("")
-    found = started("--mode", "tf32", "--intercept", "--layers", "modes.toml", "script.py")
-    assert json.loads(found.variables["LOWPREC_RUN_INTERCEPT"]) == {"lm_head": "fp32", "*.mlp.*": "bf16"}
+    found = started("--mode", "modes.toml", "--intercept", "script.py")
+    assert json.loads(found.variables["LOWPREC_RUN_INTERCEPT"]) == [["lm_head", "fp32"], ["*", "bf16"]]
+    assert found.variables["LOWPREC_MATH_MODE"] == "bf16"
     Path(found.variables["LOWPREC_RUN_FOLDER"]).rmdir()
-    Path("modes.toml").write_text("layers = 3")
-    assert "no table [layers]" in refused("run", "--mode", "tf32", "--intercept", "--layers", "modes.toml", "script.py")
+    Path("modes.toml").write_text("rules = 3")
+    assert "no table [rules]" in refused("run", "--mode", "modes.toml", "--intercept", "script.py")

@@ -125,9 +125,9 @@ def test_a_mode_of_another_build_is_refused(programs):
 
 def preloaded_library():
     from lowprec.core import blas
-    from lowprec.modes import MathMode
+    from lowprec.core.rules import parse_rules
 
-    return blas.preloaded(MathMode.FP32)[0]
+    return blas.preloaded(parse_rules("fp32"))[0]
 
 
 def test_a_mode_without_a_kernel_is_named(programs):

@@ -315,7 +315,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.sweep)])
 def test_products_of_workers_are_in_one_report(method):
     pytest.importorskip("torch", reason="torch is not installed")
-    under = ("--mode", "bf16", "--intercept", "--layers", "Linear=fp32")
+    under = ("--mode", "Linear=fp32,*=bf16", "--intercept")
     seen = start(write(WORKERS), method, under=under)
     assert seen.code == 0
     assert "8 taken (0 in backward passes), 0 passed by, in 3 processes" in seen.err

@@ -168,18 +168,24 @@ def test_a_forward_pass_without_its_layers_is_reported_first(torch, lt):
     assert "only backward" not in str(seen.report())
 
 
-def test_attention_and_vectors_are_in_bfloat16(torch, lt):
+def test_attention_and_products_with_vectors_are_in_bfloat16_unless_a_rule_names_them(torch, lt):
     x, v, layer = torch.randn(2, 16, 16), torch.randn(16), torch.nn.Linear(16, 16)
 
-    def modes(**options):
-        with torch.no_grad(), lt.intercept("mxfp8", **options) as seen:
+    def modes(rules, **options):
+        with torch.no_grad(), lt.intercept(rules, **options) as seen:
             torch.bmm(x, x), torch.dot(v, v), torch.mv(x[0], v), layer(v), layer(x[0])
             torch.mv(layer.weight, v)
+        reasons = {p.operator: p.reason for p in seen.report().taken if not p.layer and p.mode == "bf16"}
+        assert set(reasons.values()) <= {"no parameter found: computed in bf16"}
         return {f"{p.operator} {p.layer}": p.mode for p in seen.report().taken}
 
-    names = ("bmm ", "dot ", "addmv ", "addmv Linear", "addmm Linear")
-    assert modes() == {**dict.fromkeys(names, "bf16"), "addmm Linear": "mxfp8"}
-    assert modes(attention=True) == dict.fromkeys(names, "mxfp8")
+    names = ("bmm ", "addmv ", "addmv Linear", "addmm Linear")
+    assert modes("mxfp8") == {**dict.fromkeys(names, "bf16"), "addmm Linear": "mxfp8"}
+    assert modes("mxfp8", attention=True) == dict.fromkeys(names, "mxfp8")
+    named = modes("bmm=mxfp8,dot=mxfp4,addmv=fp32,*=mxfp8")
+    assert named == {
+        "bmm ": "mxfp8", "dot ": "mxfp4", "addmv ": "fp32", "addmv Linear": "fp32", "addmm Linear": "mxfp8",
+    }  # fmt: skip
 
 
 def test_gradients_of_attention(torch, lt):

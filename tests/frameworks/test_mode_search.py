@@ -91,14 +91,14 @@ def test_changes_that_add_up_are_corrected_by_the_measured_one():
 
 def test_saved_modes_are_read_by_lowprec_run(torch, lt, tmp_path):
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
-    from lowprec.cli.commands.run import layers
+    from lowprec.core.rules import parse_rules
 
     net = torch.nn.ModuleDict({"a[0]": torch.nn.Linear(4, 4)})
     x = torch.ones(4, 4)
     found = lt.search_modes(lambda: net["a[0]"](x @ x), rtol=0.1)
     found.save(tmp_path / "modes.toml")
-    saved = tomllib.loads((tmp_path / "modes.toml").read_text())["layers"]
-    assert saved == dict(found) == layers(str(tmp_path / "modes.toml"))
+    saved = tomllib.loads((tmp_path / "modes.toml").read_text())["rules"]
+    assert saved == dict(found) == dict(parse_rules(tmp_path / "modes.toml"))
     assert list(saved.items())[-1] == ("*", "fp32")
     with lt.intercept(saved) as seen:
         net["a[0]"](x @ x)

@@ -86,7 +86,8 @@ def test_a_product_is_taken(torch, intercept, name, inference):
     call, operators = PRODUCTS[name]
     a, b = draw(torch, 4, 4), draw(torch, 4, 4, seed=1)
     true = call(torch, a.double(), b.double())
-    with torch.inference_mode(inference), lowprec.profile() as profile, intercept("tf32") as seen:
+    rules = {"dot": "tf32", "*": "tf32"}
+    with torch.inference_mode(inference), lowprec.profile() as profile, intercept(rules) as seen:
         found = call(torch, a, b)
     report = seen.report()
     assert counts(report).keys() & set(operators)
@@ -124,6 +125,8 @@ def in_a_thread(function, *arguments):
 
 
 PASSED = {
+    "vectors": (lambda t: t.dot(t.ones(4), t.ones(4)), "dot", "vectors are not rounded"),
+    "a row and a column": (lambda t: t.ones(1, 4) @ t.ones(4, 1), "mm", "vectors are not rounded"),
     "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "the mode does not act"),
     "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "the mode does not act"),
     "convolution": (

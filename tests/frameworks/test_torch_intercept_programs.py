@@ -107,7 +107,7 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercep
             x @ bare
     report = seen.report()
     assert {(p.layer, p.operator): p.count for p in report.taken} == {("0", "addmm"): 3, ("Linear", "addmm"): 1}
-    assert {p.reason for p in report.passed} == {"no mode for this layer"}
+    assert {p.reason for p in report.passed} == {"no mode for this layer", "vectors are not rounded"}
     embedding = nn.Embedding(8, 4)
     head = nn.Linear(4, 8, bias=False)
     head.weight = embedding.weight
@@ -115,9 +115,9 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercep
     with intercept({"head": "bf16", "*": "fp32"}) as seen:
         model["head"](model["wte"](torch.tensor([1, 2]))).sum().backward()
     assert {(p.layer, p.mode) for p in seen.report().taken} == {("head", "bf16")}
-    with pytest.raises(lowprec.ModeError, match="a pattern of names or by a class, got int"):
+    with pytest.raises(lowprec.ModeError, match=r"a name, a class or a function, got 1$"):
         intercept({1: "bf16"})
-    with pytest.raises(lowprec.ModeError, match="empty"):
+    with pytest.raises(lowprec.ModeError, match="has no rule"):
         intercept({})
     with pytest.raises(lowprec.ModeError, match="bf17"):
         intercept("bf17")
@@ -195,7 +195,7 @@ def test_rows_do_not_grow_with_shapes(torch, intercept):
     assert (row.count, row.shapes, row.multiplications) == (49, ((49, 4), (4, 4)), 16 * sum(range(50)))
     assert (row.a.magnitude, row.a.underflow, row.error) == (3, 0, pytest.approx(0, abs=1e-6))
     with intercept("fp16", statistics=True) as seen:
-        torch.mm(torch.tensor([[1.0, 2.0**-15, 0.0, -(2.0**-20)]]), torch.ones(4, 1))
+        torch.mm(torch.tensor([[1.0, 2.0**-15, 0.0, -(2.0**-20)]]), torch.ones(4, 2))
     assert [(p.a.underflow, p.b.underflow) for p in seen.report().products] == [(0.5, 0)]
     assert "underflow" in str(seen.report())
 

@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec.cli.options import mode
+from lowprec.cli.options import rules
 from lowprec.cli.output import CommandError, flush, note
 from lowprec.core import blas
+from lowprec.core.rules import ALL, Rules, first_match
 from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode, Mode, mode_names
 from lowprec.policy import environment
@@ -43,7 +44,8 @@ examples:
   lowprec run --mode tf32 train.py --epochs 3
   lowprec run --guard train.py
   lowprec run --mode bf16 --intercept train.py
-  lowprec run --mode tf32 --intercept --layers "lm_head=fp32,*.mlp.*=bf16" train.py
+  lowprec run --mode "lm_head=fp32,*.mlp.*=bf16,*=tf32" --intercept train.py
+  lowprec run --mode rules.toml --intercept train.py
   lowprec run --profile train.py
   lowprec run --mode bf16 --force -m package.module argument
   lowprec run --mode bf16 --intercept -- octave solve.m
@@ -64,10 +66,15 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    how = "[--mode MODE [--force] [--intercept [--layers LAYERS]] | --guard] [--profile]"
+    how = "[--mode MODE [--force] [--intercept] | --guard] [--profile]"
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE | -- COMMAND) ..."
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
+    chosen.add_argument(
+        "--mode",
+        type=rules,
+        help=f"math mode of the program ({mode_names()}); with --intercept also rules, PATTERN=MODE,..., or a TOML "
+        "file with a table [rules]: patterns of layers, classes, functions or routines",
+    )
     chosen.add_argument("--guard", action="store_true", help="full FP32: a floor for lowprec, and set in the libraries")
     switches = {
         "--force": "with --mode: lowprec keeps the mode and ignores the program's choices",
@@ -76,13 +83,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     }
     for name, words in switches.items():
         parser.add_argument(name, action="store_true", help=words)
-    parser.add_argument(
-        "--layers",
-        type=layers,
-        metavar="LAYERS",
-        help="with --intercept: modes of PyTorch's layers by patterns of their names or by classes, as "
-        "lm_head=fp32,*.mlp.*=bf16, or a TOML file with a table [layers]; --mode is that of all others",
-    )
     parser.add_argument(
         "-m",
         dest="module",
@@ -101,52 +101,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    mode = options.mode
+    rules = options.mode
     guard = options.guard
-    if mode is None and not guard and not options.profile:
+    if rules is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
-    for name, needed in (("force", "mode"), ("intercept", "mode"), ("layers", "intercept")):
-        if getattr(options, name) and not getattr(options, needed):
-            raise CommandError(f"run: --{name} goes with --{needed}")
+    for name in ("force", "intercept"):
+        if getattr(options, name) and rules is None:
+            raise CommandError(f"run: --{name} goes with --mode")
     foreign = _command(options)
     command = foreign or python_command(_program(options))
     force = options.force
-    if mode is not None:
-        mode, force = _in_force(mode, force)
+    mode = None
+    if rules is not None:
+        asked = _single(rules, options.intercept)
+        mode, force = _in_force(asked, force)
         guard = mode is None
+        if mode != asked:
+            rules = ((ALL, mode or MathMode.FP32),)
     hooks: dict[str, Any] = {"profile": options.profile}
     if options.intercept:
-        hooks["intercept"] = json.dumps(options.layers or {})
+        hooks["intercept"] = json.dumps([(pattern, each.value) for pattern, each in rules])
         if foreign:
-            hooks["preloaded"] = _preloaded(mode or MathMode.FP32)
+            hooks["preloaded"] = _preloaded(rules)
         elif _REPLACES:
             hooks["folder"] = tempfile.mkdtemp(prefix="lowprec-run-")
     variables = environment.child_environment(STARTUP, mode, guard=guard, force=force, **hooks)
     return start(command, variables)
 
 
-def layers(text: str) -> dict[str, str]:
-    """Read modes by layer: ``NAME=MODE,...``, or a TOML file with a table ``[layers]``."""
-    if text.endswith(".toml"):
-        found = _toml(text).get("layers")
-        if not isinstance(found, dict):
-            raise argparse.ArgumentTypeError(f"{text} has no table [layers]")
-    else:
-        found = dict(word.strip().rpartition("=")[::2] for word in text.split(","))
-        if not all(found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=MODE")
-    return {name: mode(str(value)).value for name, value in found.items()}
-
-
-def _toml(path: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ImportError:
-        raise argparse.ArgumentTypeError("TOML files need Python 3.11; give NAME=MODE,...") from None
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+def _single(rules: Rules, intercepts: bool) -> Mode:
+    """Return the mode of all products that no other rule matches, which the libraries' switches are set for."""
+    if not intercepts and [pattern for pattern, _ in rules] != [ALL]:
+        raise CommandError("run: rules in --mode go with --intercept")
+    return first_match(rules, ()) or MathMode.FP32
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -160,9 +147,9 @@ def _command(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _preloaded(mode: Mode) -> tuple[str, str] | None:
+def _preloaded(rules: Rules) -> tuple[str, str] | None:
     try:
-        return blas.preloaded(mode)
+        return blas.preloaded(rules)
     except UnsupportedError as error:
         note(f"lowprec run --intercept: {error}")
         return None

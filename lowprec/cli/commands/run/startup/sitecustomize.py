@@ -26,7 +26,7 @@ class _Watcher:
     def __init__(self, order: "Any", home: str, intercepts: "Any", profiles: bool) -> None:
         self.order = order
         self.home = home
-        self.intercepts = intercepts  # None, or modes by layer as JSON
+        self.intercepts = intercepts  # None, or rules as JSON
         self.profiles = profiles
         self.profile = None  # type: Any
         self.reaches = False  # whether a library's switches or products have been set
@@ -94,13 +94,11 @@ class _Watcher:
         """Compute a library's products with lowprec until the process ends."""
         import json
 
+        from lowprec.core.rules import parse_rules
         from lowprec.interception import of_library
 
-        mode = modes = "fp32" if self.order == _GUARD else self.order  # type: Any
-        layers = json.loads(self.intercepts)
-        if layers:
-            modes = dict(layers, **{"*": mode})
-        seen = of_library(name, modes, mode, cast=True)
+        rules = parse_rules("fp32" if self.order == _GUARD else json.loads(self.intercepts))
+        seen = of_library(name, rules, cast=True)
         is_first = os.environ.get("LOWPREC_RUN_PROGRAM") == str(os.getpid())
         folder = os.environ.get("LOWPREC_RUN_FOLDER")
         seen.apply_to_process(folder and os.path.join(folder, name), is_first, self.show)
