@@ -22,7 +22,7 @@ from lowprec.core.dispatch import matmul
 from lowprec.core.plan_call import plan
 from lowprec.errors import ModeError, ShapeError
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, NumberFormat
-from lowprec.modes import MathMode, ModeLike, parse_mode, row
+from lowprec.modes import MathMode, Mode, ModeLike, parse_mode, row
 from lowprec.planning import GemmPlan
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Summation
@@ -81,21 +81,28 @@ class _Product(NamedTuple):
     def rounds(self) -> NumberFormat | None:
         """Return the format to which each operand is rounded once; None if it is not, or split, or quantised."""
         planned = self.plan
-        if planned.quantized or not planned.mode_has_effect or max(planned.split) > 1 or not any(planned.rounded):
+        if planned.quantized or not planned.mode_has_effect or not any(planned.rounded):
             return None
+        is_split = max(planned.split) > 1
         fmt = planned.operand_format
-        return None if fmt is TF32 and planned.kernel_row.truncates_tf32 else fmt
+        is_truncated = fmt is TF32 and planned.kernel_row.truncates_tf32
+        return None if is_split or is_truncated else fmt
 
     def exact(self, change: Callable[[Array], Array] = lambda x: x) -> Array:
         """Return the product in float64 of changed operands."""
-        found: Array = untaken(np.matmul, _wide(change(self.a)), _wide(change(self.b)))
+        a = _wide(change(self.a))
+        b = _wide(change(self.b))
+        found: Array = untaken(np.matmul, a, b)
         return found
 
     def reference(self) -> Array:
         fmt = self.rounds
         if self.plan.quantized:
-            return _wide(np.asarray(matmul(self.a, self.b, math_mode=self.mode, out_dtype="float32")))
-        return self.exact() if fmt is None else self.exact(partial(_rounded, fmt=fmt))
+            result = matmul(self.a, self.b, math_mode=self.mode, out_dtype="float32")
+            return _wide(np.asarray(result))
+        if fmt is None:
+            return self.exact()
+        return self.exact(partial(_rounded, fmt=fmt))
 
     def magnitudes(self, bound: ErrorBound) -> Array:
         """Return the factor of the relative error of each element: ``|A| |B|``, or the product of the norms."""
@@ -110,7 +117,8 @@ class _Product(NamedTuple):
     def norms(self) -> Array:
         """Return the norms of rows of ``a`` times those of columns of ``b``."""
         rows = np.linalg.norm(_wide(self.a), axis=-1, keepdims=True)
-        found: Array = rows * np.linalg.norm(_wide(self.b), axis=-2, keepdims=True)
+        columns = np.linalg.norm(_wide(self.b), axis=-2, keepdims=True)
+        found: Array = rows * columns
         return found
 
 
@@ -131,13 +139,17 @@ def _rounded(x: Array, fmt: NumberFormat) -> Array:
         return found
     parts = x.astype(single).view(np.float32)
     mantissa, exponent = np.frexp(parts)
-    return np.ldexp(mantissa.astype(np.float16).astype(np.float32), exponent).view(single)
+    nearest = mantissa.astype(np.float16).astype(np.float32)
+    return np.ldexp(nearest, exponent).view(single)
 
 
 def _truncated(x: Array, fmt: NumberFormat) -> Array:
-    single = np.ascontiguousarray(x.astype(np.complex64 if x.dtype.kind == "c" else np.float32))
-    kept = np.uint32(0xFFFFFFFF << (FLOAT32.precision - fmt.precision) & 0xFFFFFFFF)
-    return (single.view(np.uint32) & kept).view(single.dtype)
+    dtype = np.complex64 if x.dtype.kind == "c" else np.float32
+    single = np.ascontiguousarray(x.astype(dtype))
+    dropped = FLOAT32.precision - fmt.precision
+    kept = np.uint32(0xFFFFFFFF << dropped & 0xFFFFFFFF)
+    bits = single.view(np.uint32) & kept
+    return bits.view(single.dtype)
 
 
 @uncompiled
@@ -189,15 +201,18 @@ def _product(a: Any, b: Any, mode: ModeLike, dtype: Any, device: str | None) -> 
     parsed = parse_mode(mode, "mode")
     if isinstance(parsed, Recipe) and parsed.rounding == "stochastic":
         raise ModeError(f"{parsed} rounds at random, so that no result is expected; test {parsed.forward} without it")
-    x, y = _host(a), _host(b)
+    x = _host(a)
+    y = _host(b)
     if min(x.ndim, y.ndim) < 2:
         raise ShapeError(f"a and b must be matrices or stacks of them, got shapes {x.shape} and {y.shape}")
-    return _Product(x, y, parsed, plan(x, y, math_mode=parsed, out_dtype=dtype, device=device))
+    planned = plan(x, y, math_mode=parsed, out_dtype=dtype, device=device)
+    return _Product(x, y, parsed, planned)
 
 
 def _host(x: Any) -> Array:
     for name in ("detach", "cpu", "get"):
-        if (method := getattr(x, name, None)) is not None:
+        method = getattr(x, name, None)
+        if method is not None:
             x = method()
     return library_of(x).view(x).ndarray()
 
@@ -205,31 +220,47 @@ def _host(x: Any) -> Array:
 @np.errstate(all="ignore")
 def _tolerance(given: _Product) -> tuple[Tolerance, Array]:
     """Return the tolerance, and its part by underflow and by the rounding of the result."""
-    planned, k = given.plan, given.a.shape[-1]
-    quantized, is_rounded = planned.quantized, given.rounds is not None
-    bound = error_bound(
-        MathMode.FP32 if quantized else planned.runs_as,
+    planned = given.plan
+    k = given.a.shape[-1]
+    bound = _bound(given)
+    in_float16 = given.rounds is FLOAT16
+    lost = bound.operand_absolute + _LOST_IN_FLOAT16 * in_float16
+    of_rows = abs(_wide(given.a)).sum(-1, keepdims=True)
+    of_columns = abs(_wide(given.b)).sum(-2, keepdims=True)
+    ends = [x.format.largest for x in (planned.accumulator, planned.out_dtype) if x.format]
+    magnitudes = given.magnitudes(bound)
+    # The reference has errors of its own: of float64, or of our own kernel of a mode that quantises.
+    kernels = 2 if planned.quantized else 1
+    relative = bound.relative * kernels + 2 * k * FLOAT64.unit_roundoff
+    absolute = lost * (of_rows + of_columns + k * lost) + bound.result_absolute
+    if in_float16:
+        absolute = absolute + 2 * k**0.5 * _LOST_BY_SCALES * given.norms
+    may_overflow = magnitudes > min(ends, default=np.inf)
+    size = np.where(may_overflow, np.inf, relative * magnitudes + absolute)
+    reference = given.reference()
+    of_result = _unit(planned.out_dtype.format) * abs(reference)
+    return Tolerance(reference, size), absolute + of_result
+
+
+def _bound(given: _Product) -> ErrorBound:
+    """Return the bound of a product of the rounded operands, summed in any order."""
+    planned = given.plan
+    mode: Mode = planned.runs_as
+    k = given.a.shape[-1]
+    if planned.quantized:
+        mode = MathMode.FP32
+        k += _FACTORS
+    is_rounded = given.rounds is not None
+    return error_bound(
+        mode,
         planned.compute_dtype,
         planned.out_dtype,
-        k + _FACTORS if quantized else k,
+        k,
         planned.kernel_row._replace(k_chunk=0, parts=1, summation=_summation(planned)),
         a_exact=is_rounded,
         b_exact=is_rounded,
         capability=planned.capabilities.compute_capability,
     )
-    in_float16 = given.rounds is FLOAT16
-    lost = bound.operand_absolute + _LOST_IN_FLOAT16 * in_float16
-    sums = abs(_wide(given.a)).sum(-1, keepdims=True) + abs(_wide(given.b)).sum(-2, keepdims=True)
-    ends = [x.format.largest for x in (planned.accumulator, planned.out_dtype) if x.format]
-    magnitudes = given.magnitudes(bound)
-    # The reference has errors of its own: of float64, or of our own kernel of a mode that quantises.
-    relative = bound.relative * (2 if quantized else 1) + 2 * k * FLOAT64.unit_roundoff
-    absolute = lost * (sums + k * lost) + bound.result_absolute
-    if in_float16:
-        absolute = absolute + 2 * k**0.5 * _LOST_BY_SCALES * given.norms
-    size = np.where(magnitudes > min(ends, default=np.inf), np.inf, relative * magnitudes + absolute)
-    reference = given.reference()
-    return Tolerance(reference, size), absolute + _unit(planned.out_dtype.format) * abs(reference)
 
 
 def _summation(planned: GemmPlan) -> Summation:
@@ -283,9 +314,13 @@ def assert_matmul(c: Any, a: Any, b: Any, /, mode: ModeLike = MathMode.FP32, *, 
 def _explanation(given: _Product, found: Array, reference: Array, lost: Array) -> str:
     """Return another description of a product that a result fits much better than its own; empty if there is none."""
     finite = np.isfinite(found) & (np.abs(found - reference) > lost)
+    if finite.sum() < _FEWEST:
+        return ""
     for name, other in _others(given):
-        errors = [_centred((found - x)[finite & np.isfinite(other)]) for x in (other, reference)]
-        if finite.sum() >= _FEWEST and all(_BETTER * x < y for x, y in zip(*errors, strict=True)):
+        counted = finite & np.isfinite(other)
+        of_other = _centred((found - other)[counted])
+        of_reference = _centred((found - reference)[counted])
+        if all(_BETTER * x < y for x, y in zip(of_other, of_reference, strict=True)):
             return name
     return ""
 
@@ -299,10 +334,8 @@ def _centred(error: Array) -> tuple[float, float]:
 def _others(given: _Product) -> Iterator[tuple[str, Array]]:
     """Yield the products with which a right one is not confused."""
     last = given.a.shape[-1] - 1
-    yield (
-        "the product without the last element of k",
-        given._replace(a=given.a[..., :last], b=given.b[..., :last, :]).exact(),
-    )
+    shorter = given._replace(a=given.a[..., :last], b=given.b[..., :last, :])
+    yield "the product without the last element of k", shorter.exact()
     if not given.plan.compute_dtype.is_single_precision:
         return
     may_truncate = given.plan.kernel_row.truncates_tf32 and given.mode is MathMode.TF32
