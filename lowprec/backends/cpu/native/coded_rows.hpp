@@ -64,8 +64,7 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         auto multiply = [&](const char* codes, int64_t k) __attribute__((always_inline)) {
             f32v x[V];
             UNROLLED(v, V) {
-                if constexpr (IS_E4M3) x[v] = small_e4m3<f32v>(codes + v * each + k * W) * 0x1p8f * scale[v];
-                else x[v] = number_of<TYPE>(codes + v * each, k, zero[v]) * scale[v];
+                x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]) * scale[v];
             }
             UNROLLED(i, ROWS) {
                 const u32v dword = all(a[i * f.lda + k]);

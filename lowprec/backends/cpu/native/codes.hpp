@@ -106,11 +106,11 @@ template <int TYPE> struct Columns {
 };
 
 // The k-th numbers of W columns from rows of codes, without their scale.
-template <int TYPE> INLINE f32v number_of(const void* rows, int64_t k, [[maybe_unused]] f32v zero) {
+template <int TYPE, bool HAS_NAN = true> INLINE f32v number_of(const void* rows, int64_t k, [[maybe_unused]] f32v zero) {
     if constexpr (bits_of(TYPE) == 8) {
         const char* const at = (const char*)rows + k * W;
         if constexpr (TYPE == LP_CODES_I8) return __builtin_convertvector(widen_i8<i32v>(at), f32v);
-        return widened<LP_E4M3>(at);
+        return HAS_NAN ? widened<LP_E4M3>(at) : small_e4m3<f32v>(at) * 0x1p8f;
     }
     const u32v dwords = get<u32v>((const char*)rows + k / 8 * 4 * W) >> (uint32_t)(k % 8 * 4);
     if constexpr (TYPE == LP_CODES_I4) return __builtin_convertvector((i32v)(dwords << 28) >> 28, f32v);
@@ -200,14 +200,26 @@ template <int TYPE, int ELEMENT> struct Decoder {
             if (!has_runs)
                 UNROLLED(i, W) rows[i] = in_runs(rows[i]);
             has_runs = true;
-            f32v scale[P], x[P], zero = {};
+            f32v scale[P], zero = {};
             if constexpr (TYPE == LP_CODES_U4) zero = zero_of(zeros[first / 4], (int64_t)first);
-            u32v out[SLOTS];
             UNROLLED(p, P) scale[p] = scale_of<TYPE>(row, (int64_t)first + (block_of(TYPE) < W * P ? p : 0));
-            UNROLLED(d, W) {
-                UNROLLED(p, P) x[p] = number_of<TYPE>(codes, (int64_t)rest + order<ELEMENT>(d, p), zero) * scale[p];
-                emit_parts<LP_EXACT, ELEMENT, false>(x, columns.s, out);
-                for (int p = 0; p < SLOTS; p++) put(to + (p * W + d) * width, out[p]);
+            auto decode = [&](auto nan) __attribute__((always_inline)) {
+                UNROLLED(d, W) {
+                    f32v x[P];
+                    u32v out[SLOTS];
+                    UNROLLED(p, P) {
+                        const int64_t k = (int64_t)rest + order<ELEMENT>(d, p);
+                        x[p] = number_of<TYPE, decltype(nan)::value>(codes, k, zero) * scale[p];
+                    }
+                    emit_parts<LP_EXACT, ELEMENT, false>(x, columns.s, out);
+                    for (int p = 0; p < SLOTS; p++) put(to + (p * W + d) * width, out[p]);
+                }
+            };
+            if constexpr (BITS == 4 || TYPE == LP_CODES_I8) {
+                decode(Int<0>());
+            } else {
+                if (has_nan) decode(Int<1>());
+                else decode(Int<0>());
             }
         }
     }

@@ -44,6 +44,7 @@ template <class U> struct Few {
     static bool along_lanes(const lp::Work& p) { return p.b.lane == 1 && !p.b.lane_offsets && !is_coded(p.b.type); }
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
+        if (p.b.is_stored && P == 1) return p.m <= STORED_ROWS * M;
         return p.m <= (along_lanes(p) || P == 4 ? MOST : M) && ((p.b.k == 1 && !p.b.k_offsets) || along_lanes(p));
     }
 

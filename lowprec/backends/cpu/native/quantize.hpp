@@ -145,7 +145,10 @@ template <int TYPE> static void read_rows(const lp::Quantization& j, const char*
         for (; j.column == 1 && c + W <= count; c += W) put(to + c, widened<TYPE>(at + c * SIZE));
         for (; c < count; c += W) {
             alignas(64) char some[4 * W] = {};
-            for (int64_t i = c; i < count && i < c + W; i++) __builtin_memcpy(some + (i - c) * SIZE, at + i * j.column * SIZE, SIZE);
+            const int64_t end = count < c + W ? count : c + W;
+            if (j.column == 1) __builtin_memcpy(some, at + c * SIZE, (size_t)((end - c) * SIZE));
+            for (int64_t i = c; j.column != 1 && i < end; i++)
+                __builtin_memcpy(some + (i - c) * SIZE, at + i * j.column * SIZE, SIZE);
             put(to + c, widened<TYPE>(some));
         }
         for (; c < s.width; c += W) put(to + c, u32v{});
@@ -260,6 +263,15 @@ static void transpose_codes(const uint8_t* from, int64_t step, char* to, int64_t
     for (int i = 0; i < W; i++) put(to + i * to_step, rows[i]);
 }
 
+// Eight codes of four bits, from a byte each.
+INLINE uint32_t in_halves(const uint8_t* codes) {
+    uint64_t x;
+    __builtin_memcpy(&x, codes, 8);
+    x = (x | x >> 4) & 0x00ff00ff00ff00ffu;
+    x = (x | x >> 8) & 0x0000ffff0000ffffu;
+    return (uint32_t)(x | x >> 16);
+}
+
 // Writes the codes of a stripe, with their padding, contiguous along k; two codes of four bits in a byte.
 static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
     const bool is_half = j.q.elements == LP_NARROW_E2M1 || j.q.elements == LP_NARROW_I4;
@@ -275,7 +287,12 @@ static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stri
     for (int64_t v = in_squares; v < vectors; v++) {
         const uint8_t* from = s.codes + v * step_v;
         char* to = j.to + ((j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k) / (is_half ? 2 : 1);
-        if (is_half) {
+        if (is_half && step_k == 1) {
+            for (int64_t i = 0; i < count; i += 8) {
+                const uint32_t eight = in_halves(from + i);
+                __builtin_memcpy(to + i / 2, &eight, 4);
+            }
+        } else if (is_half) {
             for (int64_t i = 0; i < count; i += 2) to[i / 2] = (char)(from[i * step_k] | from[(i + 1) * step_k] << 4);
         } else if (step_k == 1) {
             __builtin_memcpy(to, from, (size_t)count);
@@ -296,7 +313,8 @@ static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, 
     constexpr Narrow NUMBERS = NARROW[ELEMENTS];
     constexpr bool IS_INTEGER = is_integer(ELEMENTS), ALONE = SCALES == F32_SCALES && !IS_INTEGER;
     const bool each = j.block_columns == 1;
-    const int64_t end = CODES ? s.width : count;
+    const int64_t unit = j.along_k && j.block_columns > 2 * W ? j.block_columns : 2 * W;
+    const int64_t end = CODES ? (count + unit - 1) / unit * unit : count;  // whole blocks of codes
     const int shift = j.block_columns ? __builtin_ctzll((uint64_t)j.block_columns) : 63;
     const float* from = s.in;
     const uint32_t* random = s.random;
@@ -365,9 +383,13 @@ static uint32_t largest_peak(const Stripe s, int columns) {
 
 static uint32_t largest_magnitude(const lp::Quantization& j, const lp::Part& p, void* memory) {
     Stripe s(memory);
-    __builtin_memset(s.peaks, 0, 4 * lp::STRIPE_COLUMNS);
-    by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), raise_peaks<true>(s, true); });
-    return largest_peak(s, lp::STRIPE_COLUMNS);
+    const int64_t columns = p.column_end - p.column < j.chunk ? (p.column_end - p.column + 63) / 64 * 64 : lp::STRIPE_COLUMNS;
+    __builtin_memset(s.peaks, 0, 4 * (size_t)columns);
+    by_stripes(j, p, [&](const lp::Part& stripe) {
+        read_stripe(j, stripe, s);
+        raise_peaks<true>(s, true);
+    });
+    return largest_peak(s, (int)columns);
 }
 
 // Raises the peaks of vectors across rows by those of a part, which has the columns of one stripe.

@@ -175,7 +175,12 @@ __attribute__((noinline)) int32_t multiply_rounded(const lp_product& p, lp_call 
     c.b = b.at;
     if (p.rounding[0].codes) c.a_scales = a.code_scales;
     if (p.rounding[1].codes) c.b_scales = b.code_scales;
-    return p.piece ? in_pieces(p, c, a, b) : at_once(p, c, a, b);
+    if (p.piece && p.k > p.piece) return in_pieces(p, c, a, b);
+    if (!p.piece) return at_once(p, c, a, b);
+    lp_product one = p;
+    one.b.packed = 0;
+    if (p.k < p.piece) one.unit = p.last_unit;
+    return at_once(one, c, a, b);
 }
 
 }  // namespace
