@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from lowprec import policy
 from lowprec.arrays import CPU
-from lowprec.backends.cpu import library, products, quantizing, threads
+from lowprec.backends.cpu import descriptions, library, quantizing, threads
 from lowprec.backends.cpu.device import capabilities
 from lowprec.backends.cpu.library import untaken  # noqa: F401 - for other packages
 from lowprec.core.rules import ALL, Rules, first_match, names
@@ -153,7 +153,7 @@ def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
     if not plan.kernel_row.packs:
         raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which has no compiled kernel")
     to.unit[number] = _unit_of(plan)
-    to.scheme[number] = products.scheme_of(plan)
+    to.scheme[number] = descriptions.scheme_of(plan)
 
 
 def _plan(mode: Mode, dtype: DType) -> GemmPlan:

@@ -31,6 +31,8 @@ BLOCK_TYPES = {
     "mxfp8": 8, "mxfp4": 9, "nvfp4": 10, "fp8_rows": 11, "int8": 12, "int8_blocks": 12, "int4": 13, "uint4": 14,
 }  # fmt: skip
 
+CODES = frozenset(BLOCK_TYPES.values())
+
 #: Instruction sets of the units, in the order of ``lp_unit``.
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "fp32_avx2": ("avx2",),
