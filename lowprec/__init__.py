@@ -41,6 +41,7 @@ if typing.TYPE_CHECKING:
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
+    from lowprec.comparing import compare
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.core.plan_call import plan
     from lowprec.core.prepare import PreparedOperand, prepare
@@ -61,6 +62,7 @@ _LAZY = {
     "audit": "lowprec.auditing",
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
+    "compare": "lowprec.comparing",
     "cublas_handle": "lowprec.backends.cuda.cublas",
     "emulate": "lowprec.policy",
     "info": "lowprec.inspection",
@@ -77,9 +79,9 @@ __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
     "QuantizedArray", "Recipe", "SettingError", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError",
-    "__version__", "amp", "audit", "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard",
-    "get_math_mode", "info", "intercept", "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile",
-    "quantize", "register_controller", "release_memory", "set_math_mode", "tensordot", "testing", "vecdot",
+    "__version__", "amp", "audit", "autotune", "check", "compare", "cublas_handle", "einsum", "emulate", "emulation",
+    "fp32_guard", "get_math_mode", "info", "intercept", "linalg", "linear", "math_mode", "matmul", "plan", "prepare",
+    "profile", "quantize", "register_controller", "release_memory", "set_math_mode", "tensordot", "testing", "vecdot",
 ]  # fmt: skip
 
 

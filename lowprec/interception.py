@@ -70,6 +70,11 @@ class intercept(Interception):
         self._options: dict[str, Any] = {"statistics": statistics, "attention": attention, "step": step, "cast": cast}
         self._parts: dict[str, Interception] = {}
 
+    @property
+    def parts(self) -> Iterable[Interception]:
+        """The interceptions of the single libraries."""
+        return self._parts.values()
+
     def step(self) -> None:
         """Begin the next training step, as :meth:`lowprec.torch.intercept.step` does."""
         self._options["step"] += 1
@@ -83,6 +88,7 @@ class intercept(Interception):
         for name in self._names or [name for name in LIBRARIES if name in sys.modules]:
             try:
                 part = self._parts.get(name) or of_library(name, self.rules, **self._options)
+                part.recorder = self.recorder
                 self._parts[name] = part
                 part.__enter__()
             except UnsupportedError as error:

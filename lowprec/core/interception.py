@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec.core.interception_report import InterceptionReport, Ledger
+from lowprec.core.recording import Recorder
 from lowprec.core.rules import Layer, RulesLike, first_match, parse_rules, shown
 from lowprec.modes import Mode
 from lowprec.policy.decorators import ContextScope
@@ -26,6 +27,7 @@ class Interception(ContextScope):
 
     _module: str  # the library
     _library: type[Interception]  # its class, which may have subclasses
+    observes = False  # whether it records each product
     #: Open blocks of all threads; changed by one assignment, so that a signal handler's exception leaves no half of it.
     _holders: frozenset[Entry] = frozenset()
 
@@ -34,6 +36,7 @@ class Interception(ContextScope):
         self._text = shown(self.rules)
         self.statistics = statistics
         self.ledger = Ledger()
+        self.recorder: Recorder | None = None  # of a comparison of two runs
         self._modes: dict[tuple[Layer, str], Mode | None] = {}
         super().__init__(3)
 

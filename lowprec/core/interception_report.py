@@ -27,6 +27,8 @@ from lowprec.util.tables import Table
 
 #: Rows of a ledger; products of further layers are summed in one row per operator.
 _MOST_ROWS = 4096
+#: Rows of one operator in one layer for products of different shapes; those of more shapes are one row.
+_MOST_SHAPES = 4
 _FURTHER = "(further layers)"
 
 
@@ -69,14 +71,14 @@ class OperandStatistics(NamedTuple):
     block_range: float = 0.0  #: Binary logarithm of the ratio of the largest and the smallest maximum of a block.
 
 
-_NONE = OperandStatistics()
+NO_STATISTICS = OperandStatistics()
 
 
 class Statistics(NamedTuple):
     """Statistics of a product."""
 
-    a: OperandStatistics = _NONE
-    b: OperandStatistics = _NONE
+    a: OperandStatistics = NO_STATISTICS
+    b: OperandStatistics = NO_STATISTICS
     error: float = 0.0
 
     def largest(self, other: Statistics) -> Statistics:
@@ -112,7 +114,7 @@ class InterceptedProduct:
 
     layer: str  #: Name of the layer whose parameter is an operand, or was in the forward pass; empty if there is none.
     operator: str  #: The library's name, such as ``"addmm"``.
-    shapes: Shapes  #: Shapes of the largest product's operands; of the first two arrays where the library computed it.
+    shapes: Shapes  #: Of the operands; of the largest product where they are many. Of a library, the first two arrays.
     dtype: str  #: Element type of the first operand.
     backward: bool  #: Whether they were part of a backward pass.
     mode: str  #: The resolved mode; empty where the library computed it.
@@ -121,8 +123,8 @@ class InterceptedProduct:
     passed_by: PassedBy | None = None  #: The reason why the library computed it; None where lowprec did.
     detail: str = ""  #: The error message, where lowprec raised one, or why it used another mode.
     gradient: str = ""  #: ``"grad_input"`` or ``"grad_weight"`` in backward passes, with ``statistics=True``.
-    a: OperandStatistics = _NONE  #: Of the first operand, with ``statistics=True``, where lowprec computed it.
-    b: OperandStatistics = _NONE  #: Of the second operand.
+    a: OperandStatistics = NO_STATISTICS  #: Of the first operand, with ``statistics=True``, where lowprec computed it.
+    b: OperandStatistics = NO_STATISTICS  #: Of the second operand.
     error: float = 0.0  #: Largest error of a product relative to that of float64, by Frobenius norms.
 
     @property
@@ -239,15 +241,15 @@ def _count(products: Iterable[InterceptedProduct]) -> int:
 
 
 class _Sum:
-    """The sums of one row in one thread."""
+    """The sums of products of one row and shape, or of several shapes, in one thread."""
 
     __slots__ = ("count", "largest", "multiplications", "shapes", "statistics")
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Shapes = ()) -> None:
         self.count = 0
         self.multiplications = 0
         self.largest = -1
-        self.shapes: Shapes = ()
+        self.shapes = shapes
         self.statistics = Statistics()
 
     def add(self, other: _Sum) -> None:
@@ -259,12 +261,33 @@ class _Sum:
             self.shapes = other.shapes
 
 
+class _Shapes(dict[Shapes, _Sum]):
+    """The sums of one row by shape; of many shapes, one sum with the shape of the largest product."""
+
+    def sum_of(self, shapes: Shapes) -> _Sum:
+        found = self.get(shapes)
+        if found is not None:
+            return found
+        if len(self) < _MOST_SHAPES and () not in self:
+            return self.setdefault(shapes, _Sum(shapes))
+        parts = list(self.values())
+        self.clear()
+        total = self.setdefault((), _Sum())
+        for each in parts:
+            total.add(each)
+        return total
+
+    def add(self, other: _Shapes) -> None:
+        for shapes, each in other.items():
+            self.sum_of(shapes).add(each)
+
+
 class Ledger:
     """Sums of products by :class:`LedgerRow`, of all threads and forked processes."""
 
     def __init__(self) -> None:
         # By thread, so that no lock is needed.
-        self._sums: dict[tuple[int, LedgerRow], _Sum] = {}
+        self._sums: dict[tuple[int, LedgerRow], _Shapes] = {}
         self.folder: Path | None = None  # of the sums of other processes
         self.notes: dict[str, None] = {}
         self.collect: Callable[[], None] = lambda: None  # adds sums that C counted
@@ -274,16 +297,18 @@ class Ledger:
         self, row: LedgerRow, multiplications: int, shapes: Callable[[], Shapes], statistics: Statistics | None = None
     ) -> None:
         key = get_ident(), row
-        found = self._sums.get(key)
-        if found is None:
+        row_sums = self._sums.get(key)
+        if row_sums is None:
             if len(self._sums) >= _MOST_ROWS:
                 key = get_ident(), row._replace(layer=_FURTHER if row.layer else "", detail="")
-            found = self._sums.setdefault(key, _Sum())
+            row_sums = self._sums.setdefault(key, _Shapes())
+        of_operands = shapes()
+        found = row_sums.sum_of(of_operands)
         found.count += 1
         found.multiplications += multiplications
         if multiplications > found.largest:
             found.largest = multiplications
-            found.shapes = shapes()
+            found.shapes = of_operands
         if statistics is not None:
             found.statistics = found.statistics.largest(statistics)
 
@@ -294,11 +319,11 @@ class Ledger:
         added.multiplications = multiplications
         added.largest = largest
         added.shapes = shapes
-        self._sums.setdefault((get_ident(), row), _Sum()).add(added)
+        self._sums.setdefault((get_ident(), row), _Shapes()).sum_of(shapes).add(added)
 
     def mention(self, row: LedgerRow) -> None:
         """Add a row without counts."""
-        self._sums.setdefault((0, row), _Sum())
+        self._sums.setdefault((0, row), _Shapes()).sum_of(())
 
     def share(self, folder: Path) -> None:
         """Write the sums of this process and those that it forks to a folder."""
@@ -326,10 +351,10 @@ class Ledger:
             path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
             path.with_suffix(".new").rename(path.with_suffix(".sums"))
 
-    def _summed(self) -> dict[LedgerRow, _Sum]:
-        found: dict[LedgerRow, _Sum] = {}
+    def _summed(self) -> dict[LedgerRow, _Shapes]:
+        found: dict[LedgerRow, _Shapes] = {}
         for (_, row), each in self._sums.copy().items():
-            found.setdefault(row, _Sum()).add(each)
+            found.setdefault(row, _Shapes()).add(each)
         return found
 
     def report(self, title: str, remarks: Iterable[str], statistics: bool) -> InterceptionReport:
@@ -340,13 +365,14 @@ class Ledger:
             paths = sorted(self.folder.glob("*.sums"))
         for path in paths:
             for row, each in pickle.loads(path.read_bytes()).items():
-                sums.setdefault(row, _Sum()).add(each)
+                sums.setdefault(row, _Shapes()).add(each)
         products = [
             InterceptedProduct(
-                row.layer, row.operator, s.shapes, row.dtype, row.backward, row.mode, s.count, s.multiplications,
-                row.passed_by, row.detail, row.gradient, *s.statistics,
+                row.layer, row.operator, tuple(map(tuple, s.shapes)), row.dtype, row.backward, row.mode, s.count,
+                s.multiplications, row.passed_by, row.detail, row.gradient, *s.statistics,
             )
-            for row, s in sums.items()
+            for row, by_shape in sums.items()
+            for s in by_shape.values()
         ]  # fmt: skip
         products.sort(key=lambda p: -p.multiplications)
         found = list(self.notes)

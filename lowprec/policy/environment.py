@@ -356,14 +356,17 @@ def child_environment(
     intercept: str = "",
     profile: bool = False,
     folder: str = "",
+    record: str = "",
+    against: str = "",
     preloaded: tuple[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the environment for a program that ``lowprec run`` starts.
 
     ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
     chooses its modes, or with the guard; with ``force`` the program cannot change it. ``intercept`` is a JSON list of
-    rules, and ``folder`` is for the counts of the program's processes. ``preloaded`` is a library with BLAS
-    entry points, and its mode.
+    rules, and ``folder`` is for the counts of the program's processes. ``record`` is the file for the products of one
+    of two runs that are compared, ``against`` the mode of the other one. ``preloaded`` is a library with BLAS entry
+    points, and its mode.
     """
     child = dict(os.environ)
     if guard:
@@ -373,6 +376,7 @@ def child_environment(
         child |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
     child[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
     hooks = {"INTERCEPT": intercept, "PROFILE": "1" if profile else "", "FOLDER": folder}
+    hooks |= {"RECORD": record, "AGAINST": against}
     child |= {f"{RUN_VARIABLE}_{name}": value for name, value in hooks.items() if value}
     start = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
     paths = [startup]

@@ -175,3 +175,22 @@ def _kernels() -> Iterator[Kernel]:
         for key in (*_DENSE, *_STORAGES):
             if has(operator, key) or (is_composite and key in _BUILT):
                 yield Kernel(operator, key, name.removesuffix("_"), passed_by=reason)
+
+
+def multiplications_of(operator: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the number of multiplications of an operator, 0 if it is unknown."""
+    from torch.utils.flop_counter import flop_registry
+
+    space, _, name = operator.partition("::")
+    name = name.partition(".")[0].replace("_for_cpu", "")
+    formula = flop_registry.get(getattr(getattr(torch.ops, space), name, None))
+    if "rnn_layer" in name:
+        x, *weights = args[:3]
+        products = 1 + ("backward" in name)
+        return products * x.shape[:-1].numel() * sum(w.numel() for w in weights)
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=result)) // 2
+    except Exception:  # noqa: BLE001 - a formula for other arguments; the count is information
+        return 0

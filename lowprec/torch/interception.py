@@ -28,8 +28,9 @@ from lowprec.core.rules import Layer, RulesLike
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.modes import Mode, Recipe, ResolvedMode, row
 from lowprec.policy.decorators import ContextScope
-from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, AtenProduct, Kernel, Terms, kernels
+from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, AtenProduct, Kernel, Terms, kernels, multiplications_of
 from lowprec.torch.layer_names import NAMES
+from lowprec.torch.observing import observe
 from lowprec.torch.passes import mode_of_product, routine_of
 from lowprec.torch.registration import Function, count_idle_call, register, share_contexts, untraced
 from lowprec.torch.statistics import measure
@@ -89,6 +90,8 @@ class intercept(Interception):
     >>> [(p.layer, p.operator, p.backward, p.count) for p in seen.report().taken]
     [('Linear', 'addmm', False, 1), ('Linear', 'mm', True, 1)]
     """
+
+    observes = True
 
     def __init__(
         self, math_mode: RulesLike, statistics: bool = False, *, attention: bool = False, step: int = 0
@@ -202,6 +205,7 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
             resolved = _resolved(mode, context)
             try:
                 statistics = measure(a, b, resolved.mode) if scope.statistics else None
+                again = _in_reference(scope, terms, resolved, context)
                 result = _computed(terms, resolved, out, swaps)
             except _REFUSALS as error:
                 reason = PassedBy.REFUSED
@@ -213,10 +217,10 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
                     if not part.layer and row(shown).quantizes > row(mode).quantizes:
                         detail = f"no parameter found: computed in {mode}"
                     mode = resolved.mode
-                count(mode.value, None, detail, statistics, part.product)
+                count(mode.value, None, detail, statistics, part.product, result, again)
                 return result
         result = own(keyset, *args, **kwargs)
-        count("", reason, detail)
+        count("", reason, detail, product=part.product, result=result)
         return result
 
     return compute
@@ -235,6 +239,16 @@ def _reason_against(shown: Mode | None, mode: Mode | None, routine: str, dtype: 
     if dtype in ACTED_ON[row(shown).mode]:
         return PassedBy.NO_PARAMETER
     return PassedBy.ELEMENT_TYPE
+
+
+def _in_reference(scope: Any, terms: Terms, resolved: ResolvedMode, context: Context | None) -> Tensor | None:
+    """Return the product in the reference of a comparison, before an operator in place overwrites its terms."""
+    if scope.recorder is None or scope.recorder.reference is None:
+        return None
+    reference = _resolved(scope.recorder.reference, context)
+    if reference.mode == resolved.mode:
+        return None
+    return _computed(terms, reference, None, swaps=False)
 
 
 def _resolved(mode: Mode, context: Context | None) -> ResolvedMode:
@@ -281,8 +295,9 @@ def _watched(kernel: Kernel, own: Function) -> Function:
             _thread.watched = None
         if _thread.counted == before:  # else its own products were counted
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            multiplications = _multiplications(kernel.operator, args, kwargs, result)
-            _count(found[0], NAMES.of_any(tensors), kernel.name, tensors, multiplications, "", kernel.passed_by)
+            multiplications = multiplications_of(kernel.operator, args, kwargs, result)
+            layer = NAMES.of_any(tensors)
+            _count(found[0], layer, kernel.name, tensors, multiplications, "", kernel.passed_by, result=result)
         return result
 
     return watch
@@ -380,6 +395,7 @@ def _is_backward() -> bool:
 def _count(
     scope: Any, layer: Layer, name: str, tensors: list[Tensor], multiplications: int, mode: str,
     reason: Any = None, detail: str = "", statistics: Statistics | None = None, product: str = "",
+    result: Any = None, again: Tensor | None = None,
 ) -> None:  # fmt: skip
     _thread.counted += 1
     ledger = scope.ledger
@@ -391,26 +407,9 @@ def _count(
     backward = _is_backward()
     gradient = product if backward and layer and statistics else ""
     found = LedgerRow(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
-    ledger.add(found, multiplications, lambda: tuple(tuple(x.shape) for x in tensors[:2]), statistics)
-
-
-def _multiplications(operator: str, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the number of multiplications of an operator, 0 if it is unknown."""
-    from torch.utils.flop_counter import flop_registry
-
-    space, _, name = operator.partition("::")
-    name = name.partition(".")[0].replace("_for_cpu", "")
-    formula = flop_registry.get(getattr(getattr(torch.ops, space), name, None))
-    if "rnn_layer" in name:
-        x, *weights = args[:3]
-        products = 1 + ("backward" in name)
-        return products * x.shape[:-1].numel() * sum(w.numel() for w in weights)
-    if formula is None:
-        return 0
-    try:
-        return int(formula(*args, **kwargs, out_val=result)) // 2
-    except Exception:  # noqa: BLE001 - a formula for other arguments; the count is information
-        return 0
+    ledger.add(found, multiplications, lambda: tuple(x.shape for x in tensors[:2]), statistics)
+    if scope.recorder is not None:
+        observe(scope.recorder, found, product, multiplications, tensors, result, again)
 
 
 def _shown(scope: Any, layer: Layer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,18 @@ def measure(a: Tensor, b: Tensor, mode: Mode) -> Statistics:
     """Return the statistics of both operands, and the product's error relative to float64's, by Frobenius norms."""
     a = a.detach()
     b = b.detach()
-    error = _error(a, b, mode)
+    return Statistics(*operand_statistics(a, b, mode), _error(a, b, mode))
+
+
+def operand_statistics(
+    a: Tensor, b: Tensor, mode: Mode, most: int = sys.maxsize
+) -> tuple[OperandStatistics, OperandStatistics]:
+    """Return the statistics of both operands, from about ``most`` numbers of each."""
     if not row(mode).quantizes:
         least = row(mode).operand_format.smallest_normal
-        return Statistics(_of_numbers(a, least), _of_numbers(b, least), error)
+        return _of_numbers(a, least), _of_numbers(b, least)
     first, second = rules_of(mode)
-    return Statistics(_of_codes(a, -1, first), _of_codes(b, -min(b.ndim, 2), second), error)
+    return _of_codes(a, -1, first, most), _of_codes(b, -min(b.ndim, 2), second, most)
 
 
 def _error(a: Tensor, b: Tensor, mode: Mode) -> float:
@@ -44,12 +51,14 @@ def _of_numbers(x: Tensor, least: float) -> OperandStatistics:
     return OperandStatistics(float(size.max()), float(underflow.float().mean()))
 
 
-def _of_codes(x: Tensor, axis: int, rule: Rule) -> OperandStatistics:
+def _of_codes(x: Tensor, axis: int, rule: Rule, most: int) -> OperandStatistics:
     """Return the statistics of an operand that is rounded to nearest along an axis, without a transform."""
     if not x.numel():
         return OperandStatistics()
     numbers = np.moveaxis(np.atleast_2d(x.float().cpu().numpy()), axis, -1)
     with np.errstate(all="ignore"):
+        if numbers.size > most and rule.block[0] == 1:
+            numbers = _chosen(numbers.reshape(-1, numbers.shape[-1]), most)
         rule = rule._replace(rounding="nearest", hadamard=0)
         values, *_ = block_codes.rounded(numbers, -1, rule, np)
         size = np.abs(numbers)
@@ -61,6 +70,13 @@ def _of_codes(x: Tensor, axis: int, rule: Rule) -> OperandStatistics:
         if positive.size:
             span = float(np.log2(positive.max() / positive.min()))
     return OperandStatistics(float(size.max()), float(underflow.mean()), clipped, span)
+
+
+def _chosen(numbers: Any, most: int) -> Any:
+    """Return some rows, the one with the largest number among them."""
+    step = numbers.size // most + 1
+    largest = np.unravel_index(np.abs(numbers).argmax(), numbers.shape)[0]
+    return numbers[np.union1d(np.arange(0, len(numbers), step), largest)]
 
 
 def _peaks(size: Any, rule: Rule) -> tuple[Any, int]:

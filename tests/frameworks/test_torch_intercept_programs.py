@@ -125,7 +125,7 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercep
 
 #: One process that shards a model with itself, whose storages are resized to zero and back.
 SHARDED = """
-    import gc, sys
+    import collections, gc, sys
     import torch
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -142,7 +142,10 @@ SHARDED = """
         with intercept({"0": "bf16", "*": "fp32"}) as seen:
             for _ in range(steps):
                 model(torch.ones(4, 8, requires_grad=True)).sum().backward()
-        found = sorted((p.layer, p.mode, p.backward, p.count) for p in seen.report().taken)
+        counts = collections.Counter()  # both gradients, in rows by shape
+        for p in seen.report().taken:
+            counts[p.layer, p.mode, p.backward] += p.count
+        found = sorted((*key, count) for key, count in counts.items())
         modes = ["bf16", *["fp32"] * 4]
         rows = [(str(i), modes[i], backward, (1 + backward) * steps) for i in range(5) for backward in (False, True)]
         assert found == rows, found
@@ -184,6 +187,18 @@ def test_layers_of_different_modes_that_share_a_product_are_noted(torch, interce
         model(torch.randn(5, 16)).sum().backward()
     torch._dynamo.reset()
     assert "q|k|v have different modes" in str(seen.report())
+
+
+def test_products_of_few_shapes_have_rows_of_their_own(torch, intercept):
+    layer = torch.nn.Linear(4, 4)
+    with torch.no_grad(), intercept("fp32") as seen:
+        for n in (1, 2, 3, 4, 2, 2):
+            layer(torch.ones(n, 4))
+    found = {p.shapes[0]: (p.count, p.multiplications) for p in seen.report().products}
+    assert found == {(1, 4): (1, 16), (2, 4): (3, 96), (3, 4): (1, 48), (4, 4): (1, 64)}
+    with torch.no_grad(), seen:
+        layer(torch.ones(5, 4))
+    assert [(p.count, p.shapes[0]) for p in seen.report().products] == [(7, (5, 4))]
 
 
 def test_rows_do_not_grow_with_shapes(torch, intercept):

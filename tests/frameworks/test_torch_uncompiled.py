@@ -23,6 +23,7 @@ UNTRACED = {
     "amp": ("lowprec.amp.suggest_scale(gradients)", "repr(lowprec.amp.gradient_report(gradients))"),
     "autotune": ("lowprec.autotune(x, x)",),
     "check": ("lowprec.check(x, x, modes=['bf16'], budget=0).within",),
+    "compare": ("lowprec.compare(lambda: x @ x, 'bf16').verdict",),
     "emulation": ("lowprec.emulation.mma(ones, ones, ones, arch='hopper', format='bf16')",),
     "audit": ("str(lowprec.audit(libraries=['numpy'], sizes=[16]))",),
     "info": ("lowprec.info()['version']",),

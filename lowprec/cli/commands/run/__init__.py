@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec.cli.options import rules
+from lowprec.cli.options import mode, rules
 from lowprec.cli.output import CommandError, flush, note
 from lowprec.core import blas
-from lowprec.core.rules import ALL, Rules, first_match
+from lowprec.core.rules import ALL, Rules, first_match, shown
 from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode, Mode, mode_names
 from lowprec.policy import environment
@@ -46,6 +46,7 @@ examples:
   lowprec run --mode bf16 --intercept train.py
   lowprec run --mode "lm_head=fp32,*.mlp.*=bf16,*=tf32" --intercept train.py
   lowprec run --mode rules.toml --intercept train.py
+  lowprec run --mode nvfp4 --against fp32 train.py
   lowprec run --profile train.py
   lowprec run --mode bf16 --force -m package.module argument
   lowprec run --mode bf16 --intercept -- octave solve.m
@@ -66,7 +67,7 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    how = "[--mode MODE [--force] [--intercept] | --guard] [--profile]"
+    how = "[--mode MODE [--force] [--intercept [--against MODE]] | --guard] [--profile]"
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE | -- COMMAND) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
@@ -83,6 +84,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     }
     for name, words in switches.items():
         parser.add_argument(name, action="store_true", help=words)
+    parser.add_argument(
+        "--against",
+        type=mode,
+        metavar="MODE",
+        help="with --mode: run the program also in this mode, such as fp32, and show the change of the numbers that it "
+        "prints and the errors of its layers; includes --intercept",
+    )
     parser.add_argument(
         "-m",
         dest="module",
@@ -105,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
     guard = options.guard
     if rules is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
-    for name in ("force", "intercept"):
+    options.intercept |= options.against is not None
+    for name in ("force", "against", "intercept"):
         if getattr(options, name) and rules is None:
             raise CommandError(f"run: --{name} goes with --mode")
     foreign = _command(options)
@@ -118,9 +127,13 @@ def run(options: argparse.Namespace) -> int:
         guard = mode is None
         if mode != asked:
             rules = ((ALL, mode or MathMode.FP32),)
+    if options.against is not None:
+        if foreign or mode is None:
+            raise CommandError("run: --against compares Python programs, outside of a guard")
+        return _run_twice(command, mode, rules, options)
     hooks: dict[str, Any] = {"profile": options.profile}
     if options.intercept:
-        hooks["intercept"] = json.dumps([(pattern, each.value) for pattern, each in rules])
+        hooks["intercept"] = _json(rules)
         if foreign:
             hooks["preloaded"] = _preloaded(rules)
         elif _REPLACES:
@@ -134,6 +147,24 @@ def _single(rules: Rules, intercepts: bool) -> Mode:
     if not intercepts and [pattern for pattern, _ in rules] != [ALL]:
         raise CommandError("run: rules in --mode go with --intercept")
     return first_match(rules, ()) or MathMode.FP32
+
+
+def _run_twice(command: Sequence[str], mode: Mode, rules: Rules, options: argparse.Namespace) -> int:
+    from lowprec.cli.commands.run.against import run_twice
+
+    def variables(record: str, is_reference: bool) -> dict[str, str]:
+        hooks: dict[str, Any] = {"record": record, "force": options.force}
+        if is_reference:
+            return environment.child_environment(STARTUP, options.against, intercept=_json(against), **hooks)
+        hooks |= {"against": str(options.against), "profile": options.profile}
+        return environment.child_environment(STARTUP, mode, intercept=_json(rules), **hooks)
+
+    against = ((ALL, options.against),)
+    return run_twice(command, variables, shown(rules).strip("'"), str(options.against))
+
+
+def _json(rules: Rules) -> str:
+    return json.dumps([(pattern, mode.value) for pattern, mode in rules])
 
 
 def _command(options: argparse.Namespace) -> list[str]:

@@ -29,6 +29,8 @@ class _Watcher:
         self.intercepts = intercepts  # None, or rules as JSON
         self.profiles = profiles
         self.profile = None  # type: Any
+        self.record_path = ""  # of this process, if its run is compared with another one
+        self.record = None  # type: Any
         self.reaches = False  # whether a library's switches or products have been set
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
         if intercepts:
@@ -99,9 +101,21 @@ class _Watcher:
 
         rules = parse_rules("fp32" if self.order == _GUARD else json.loads(self.intercepts))
         seen = of_library(name, rules, cast=True)
+        if self.record_path:
+            self.record_products(seen)
+            return
         is_first = os.environ.get("LOWPREC_RUN_PROGRAM") == str(os.getpid())
         folder = os.environ.get("LOWPREC_RUN_FOLDER")
         seen.apply_to_process(folder and os.path.join(folder, name), is_first, self.show)
+
+    def record_products(self, seen: "Any") -> None:
+        """Record a library's products for the comparison with another run."""
+        from lowprec.comparing import ProcessRecord
+
+        if self.record is None:
+            self.record = ProcessRecord(self.record_path, os.environ.get("LOWPREC_RUN_AGAINST", ""))
+        seen.recorder = self.record.recorder
+        seen.apply_to_process(None, True, lambda report: self.record.add(seen))
 
     def show(self, report: "Any") -> None:
         """Show a report; NumPy's only if it has products, because most programs import NumPy."""
@@ -124,6 +138,10 @@ class _Watcher:
         if self.profile is not None:
             _print(self.profile.text(_columns()))
         if program != str(os.getpid()):
+            return
+        if self.record is not None:
+            self.record.write()
+        if self.record_path:
             return
         products = getattr(sys.modules.get("lowprec.core.executors"), "_executors", None)
         if self.order not in ("", _GUARD) and not (self.reaches or products or _has_had_children()):
@@ -205,6 +223,10 @@ def _start() -> None:
             home = os.path.dirname(home)
         watcher = _Watcher(order or "", home, intercepts, bool(profiles))
         sys.meta_path.insert(0, watcher)
+        # The command waits for the program, whose children inherit nothing of the record.
+        watcher.record_path = os.environ.pop("LOWPREC_RUN_RECORD", "")
+        if watcher.record_path:
+            os.environ["LOWPREC_RUN_PROGRAM"] = str(os.getpid())
         import atexit
 
         atexit.register(watcher.on_path, watcher.finish, os.environ.get("LOWPREC_RUN_PROGRAM"))

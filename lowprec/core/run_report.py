@@ -1,0 +1,288 @@
+"""Report of two runs of a program, one in a reference mode: the change of its result, and the layers behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from lowprec import plotting
+from lowprec.core.interception_report import InterceptedProduct
+from lowprec.core.printed import PrintedLine
+from lowprec.core.recording import Observed, distance
+from lowprec.report import Report
+from lowprec.util.tables import Table
+
+#: Layers that the verdict names.
+_MOST_NAMED = 3
+_HALF = 0.5
+#: Printed lines that the report shows.
+_MOST_LINES = 10
+
+
+class Run(NamedTuple):
+    """The products of a run: those that were observed, and sums of the others."""
+
+    observed: Sequence[Observed]
+    others: Sequence[InterceptedProduct] = ()
+
+
+class LayerError(NamedTuple):
+    """The products of one pass of a layer in one mode.
+
+    Errors are relative, in Frobenius norms over all products; None where there is none to compare.
+    """
+
+    layer: str  #: Name of the layer, or the library's name of the operator where no product is observed.
+    phase: str  #: ``"forward"``, ``"grad_input"``, ``"grad_weight"``, or ``"backward"`` for products without a layer.
+    mode: str  #: The mode; empty where the library computed the products.
+    calls: int
+    share: float  #: Of the multiplications of the run.
+    own_error: float | None  #: Relative to the same products, of the same operands, in the reference.
+    drift: float | None  #: Relative to the results of the run in the reference.
+    underflow: float  #: Largest share of numbers of an operand that the mode rounds to zero, as in OperandStatistics.
+    clipped: float  #: Largest share of numbers of an operand beyond the largest one of their block.
+    blame: float | None = None  #: Squared change with this layer alone in its mode, relative to the squared change.
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison(Report):
+    """A run in a mode, compared with one in a reference mode; ``print`` begins with the verdict.
+
+    >>> import numpy as np
+    >>> import lowprec
+    >>> x = np.ones((4, 4), np.float32)
+    >>> lowprec.compare(lambda: x @ x, "bf16").change
+    0.0
+    """
+
+    mode: str  #: The mode or the rules.
+    against: str  #: The reference mode.
+    change: float | None  #: Relative change of the result, by its Euclidean norm; None without a result.
+    shares: Mapping[str, float]  #: Part of the multiplications by mode; ``""`` for those of the libraries.
+    layers: tuple[LayerError, ...]  #: The largest error first.
+    parting: str = ""  #: The first product in which the runs differ by order or shape; later ones are not compared.
+    fault: str = ""  #: The first product with a NaN or Inf, and its origin.
+    notes: tuple[str, ...] = ()
+    lines: tuple[
+        PrintedLine, ...
+    ] = ()  #: Printed lines with numbers that changed, of programs; the largest change first.
+
+    _width = 120
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        return tuple(filter(None, (self.parting, self.fault, *self.notes)))
+
+    @property
+    def verdict(self) -> str:
+        """The shares of the modes, the change of the result, and the layers behind it, in one sentence."""
+        shares = [f"{mode} {percent(part)}" for mode, part in self.shares.items() if mode] or ["lowprec nothing"]
+        sentence = [f"{_listed(shares).replace(' ', ' computed ', 1)} of the multiplications"]
+        if self.change is not None:
+            sentence.append(self._changed())
+        sentence.append(self._blamed() or self._erring())
+        return "; ".join(filter(None, sentence))
+
+    def _changed(self) -> str:
+        if self.lines:
+            first = self.lines[0]
+            size = f"by up to {percent(first.change)}" if math.isfinite(first.change) else "beyond comparison"
+            return f"the printed numbers changed {size} (line {first.number})"
+        return _change(self.change or 0.0)
+
+    def _blamed(self) -> str:
+        blame = {x.layer: x.blame for x in self.layers if x.blame}
+        total = math.fsum(blame.values())
+        if not 0 < total < math.inf:
+            return ""
+        named: list[str] = []
+        part = 0.0
+        for name in blame:
+            named.append(name)
+            part += blame[name] / total
+            if part >= _HALF or len(named) == _MOST_NAMED:
+                break
+        return f"{percent(part)} of that comes from {_listed(named)}"
+
+    def _erring(self) -> str:
+        largest = [x for x in self.layers if x.own_error and math.isfinite(x.own_error)][:1]
+        return "".join(f"the largest own error is {percent(x.own_error)}, of {x.layer} ({x.phase})" for x in largest)
+
+    def tables(self) -> list[Table]:
+        columns = ["layer", "pass", "mode", ">calls", ">share", ">own error", ">drift", ">underflow", ">clipped"]
+        shown: list[Callable[[LayerError], str]] = [
+            attrgetter("layer"),
+            attrgetter("phase"),
+            lambda x: x.mode or "(library)",
+            lambda x: str(x.calls),
+            lambda x: f"{x.share:.1%}",
+            lambda x: _number(x.own_error),
+            lambda x: _number(x.drift),
+            lambda x: f"{x.underflow:.1%}" if x.underflow else "",
+            lambda x: f"{x.clipped:.1%}" if x.clipped else "",
+        ]
+        if any(x.blame is not None for x in self.layers):
+            columns.append(">blame")
+            first = {x.layer: x for x in reversed(self.layers)}
+            shown.append(lambda x: f"{x.blame:.1%}" if x.blame is not None and first[x.layer] is x else "")
+        rows = [[show(x) for show in shown] for x in self.layers]
+        tables = [Table(self.verdict, ())]
+        if rows:
+            title = f"{self.mode} against {self.against}"
+            tables.append(Table(title, columns, rows, ("clipped", "underflow", "calls", "share")))
+        if self.lines:
+            printed = [[str(x.number), _number(x.change), x.found, x.expected] for x in self.lines[:_MOST_LINES]]
+            title = f"printed lines with the largest changes, of {len(self.lines)} that changed"
+            tables.append(Table(title, [">line", ">change", "text", f"in {self.against}"], printed))
+        return tables
+
+    def figure(self) -> Any:
+        found = [x for x in self.layers if x.own_error or x.drift]
+        names, note = plotting.first([f"{x.layer}, {x.phase}" for x in found])
+        figure, ((panel,),) = plotting.figure(1.6 + 0.22 * len(names))
+        errors = {"own error": "own_error", "drift": "drift"}
+        plotting.dots(
+            panel,
+            names,
+            {label: [getattr(x, key) or 0.0 for x in found[: len(names)]] for label, key in errors.items()},
+        )
+        panel.set(xlabel="relative error", title=f"{self.mode} against {self.against}{note}")
+        plotting.legend(figure, panel)
+        return figure
+
+
+def compared(
+    mode: str, against: str, run: Run, reference: Run, change: float | None = None,
+    blame: Mapping[str, float] | None = None, notes: Iterable[str] = (), lines: tuple[PrintedLine, ...] = (),
+) -> RunComparison:  # fmt: skip
+    """Return the report of a run and of that in the reference; ``blame`` is by layer."""
+    total = _total(run) or 1
+    sums: dict[tuple[str, str, str], _Sum] = {}
+    for x in run.observed:
+        sums.setdefault((x.name, x.phase, x.mode), _Sum()).add(x)
+    parting = _add_drift(sums, run.observed, reference.observed)
+    layers = [s.row(*key, total, blame or {}) for key, s in sums.items()]
+    layers += [_unobserved(x, total) for x in run.others]
+    if blame:
+        layers.sort(key=lambda x: (-_size(x.blame), x.layer, -_size(x.own_error)))
+    else:
+        layers.sort(key=lambda x: (-_size(x.own_error), -_size(x.drift)))
+    shares: dict[str, float] = {}
+    for layer in layers:
+        shares[layer.mode] = shares.get(layer.mode, 0) + layer.share
+    ranked = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    fault = _first_fault(run)
+    return RunComparison(mode, against, change, ranked, tuple(layers), parting, fault, tuple(notes), lines)
+
+
+class _Sum:
+    """The sums of one row."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.multiplications = 0
+        self.is_measured = False
+        self.error = self.reference = 0.0  # squared norms, as those of drift
+        self.difference = self.compared = 0.0
+        self.underflow = self.clipped = 0.0
+
+    def add(self, x: Observed) -> None:
+        self.count += 1
+        self.multiplications += x.multiplications
+        self.underflow = max(self.underflow, x.a.underflow, x.b.underflow)
+        self.clipped = max(self.clipped, x.a.clipped, x.b.clipped)
+        if x.error is not None:
+            self.is_measured = True
+            self.error += x.error**2
+            self.reference += x.reference_norm**2
+
+    def row(self, name: str, phase: str, mode: str, total: int, blame: Mapping[str, float]) -> LayerError:
+        own = _ratio(self.error, self.reference) if self.is_measured else None
+        drift = _ratio(self.difference, self.compared) if self.compared else None
+        share = self.multiplications / total
+        return LayerError(
+            name, phase, mode, self.count, share, own, drift, self.underflow, self.clipped, blame.get(name)
+        )
+
+
+def _add_drift(sums: Mapping[Any, _Sum], found: Sequence[Observed], wanted: Sequence[Observed]) -> str:
+    """Add the differences of the results of two runs; return the description of the first other product."""
+    calls: dict[tuple[str, str], int] = {}
+    for x, y in zip(found, wanted, strict=False):
+        number = calls[x.name, x.phase] = calls.get((x.name, x.phase), 0) + 1
+        if (x.layer, x.phase, x.operator, x.shape) != (y.layer, y.phase, y.operator, y.shape):
+            return f"The runs part at product {number} of {_described(x)}: in the reference it is {_described(y)}."
+        if x.sketch is not None and y.sketch is not None:
+            each = sums[x.name, x.phase, x.mode]
+            each.difference += distance(x.sketch, y.sketch) ** 2
+            each.compared += y.norm**2
+    if len(found) != len(wanted):
+        return f"The runs part after {min(map(len, (found, wanted)))} products: one has more of them."
+    return ""
+
+
+def _described(x: Observed) -> str:
+    shape = "x".join(map(str, x.shape)) or "a number"
+    return f"{x.name} ({x.phase}, {x.operator}, {shape})"
+
+
+def _first_fault(run: Run) -> str:
+    calls: dict[tuple[str, str], int] = {}
+    for x in run.observed:
+        number = calls[x.name, x.phase] = calls.get((x.name, x.phase), 0) + 1
+        if x.fault:
+            kind, _, origin = x.fault.partition(": ")
+            return f"The first {kind} is in product {number} of {_described(x)}: {origin}."
+    return ""
+
+
+def _unobserved(x: InterceptedProduct, total: int) -> LayerError:
+    name = x.layer or f"({x.operator})"
+    phase = "backward" if x.backward else "forward"
+    return LayerError(name, phase, x.mode, x.count, x.multiplications / total, None, None, 0.0, 0.0)
+
+
+def _total(run: Run) -> int:
+    observed = sum(x.multiplications for x in run.observed)
+    return observed + sum(x.multiplications for x in run.others)
+
+
+def _ratio(part: float, whole: float) -> float:
+    if not whole:
+        return math.inf if part else 0.0
+    return math.sqrt(part / whole)
+
+
+def _size(x: float | None) -> float:
+    """Return a number to sort by: None is the smallest one, NaN the largest one."""
+    if x is None:
+        return -1.0
+    return math.inf if math.isnan(x) else x
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.1e}" if x else "0"
+
+
+def percent(x: float | None) -> str:
+    """Return a share in words: two digits, and all digits before the point.
+
+    >>> percent(0.934), percent(0.0214), percent(1.0), percent(3e-7)
+    ('93 %', '2.1 %', '100 %', '3e-05 %')
+    """
+    value = 100 * (x or 0.0)
+    return f"{value:.0f} %" if value >= 99.5 else f"{value:.2g} %"
+
+
+def _change(x: float) -> str:
+    if not math.isfinite(x):
+        return "the result is not finite"
+    return f"the result changed by {percent(x)}" if x else "the result did not change"
+
+
+def _listed(words: Sequence[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
