@@ -13,9 +13,9 @@ from lowprec.amp.autocast import AutocastNamespace, AutocastReport, AutocastRow,
 from lowprec.amp.gradients import FormatShares, GradientReport, gradient_report, suggest_scale
 from lowprec.amp.masters import MasterWeights
 from lowprec.amp.policy import Policy
+from lowprec.amp.precision_schedule import PrecisionSchedule
 from lowprec.amp.rules import GradientTypeError, ScalerStateError, ScaleRule
 from lowprec.amp.scaler import LossScaler
-from lowprec.amp.schedule import PrecisionSchedule
 from lowprec.errors import SettingError
 
 __all__ = [
