@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from threading import get_ident
 from types import ModuleType
 from typing import Any
@@ -89,12 +89,14 @@ class AutocastReport(Report):
 
     def tables(self) -> list[Table]:
         title = f"converted {self.cast} of {self.calls} calls (compute={self.policy.compute})"
-        rows = [[r.function, r.list, str(r.calls), str(r.cast), str(r.by_lowprec), r.to] for r in self.rows]
-        return [Table(title, ["function", "list", ">calls", ">cast", ">by lowprec", "to"], rows)]
+        columns = ("function", "list", ">calls", ">cast", ">by lowprec", "to")
+        rows = [list(map(str, astuple(row))) for row in self.rows]
+        return [Table(title, columns, rows)]
 
     def figure(self) -> Any:
+        names = [r.function for r in self.rows]
         counts = {"cast": [r.cast for r in self.rows], "as they are": [r.calls - r.cast for r in self.rows]}
-        return plotting.bar_figure("autocast", [r.function for r in self.rows], counts, "calls")
+        return plotting.bar_figure("autocast", names, counts, "calls")
 
 
 #: Number of calls by thread (so that no lock is needed), function, type of the cast, and whether lowprec computed it.
@@ -135,23 +137,26 @@ class AutocastNamespace:
 
     def report(self) -> AutocastReport:
         """Return the calls so far, and log their casts (``lowprec.amp``, level INFO)."""
-        rows = sorted(self._rows(), key=lambda row: (-row.cast, row.function))
+        rows = list(self._rows())
+        rows.sort(key=lambda row: (-row.cast, row.function))
         report = AutocastReport(self._policy, tuple(rows))
         _log.info("converted %d of %d calls", report.cast, report.calls)
         return report
 
     def _rows(self) -> Iterator[AutocastRow]:
         kinds: dict[str, list[tuple[str | None, bool, int]]] = {}
-        for (_, name, to, by_lowprec), n in self._counts.copy().items():
+        for key, n in self._counts.copy().items():
+            _, name, to, by_lowprec = key
             kinds.setdefault(name, []).append((to, by_lowprec, n))
         for name, counted in kinds.items():
+            types = dict.fromkeys(to for to, _, _ in counted if to)
             yield AutocastRow(
                 name,
                 self._policy.list_of(name) or "-",
-                calls=sum(n for *_, n in counted),
+                calls=sum(n for _, _, n in counted),
                 cast=sum(n for to, _, n in counted if to),
                 by_lowprec=sum(n for _, by_lowprec, n in counted if by_lowprec),
-                to=", ".join(dict.fromkeys(to for to, *_ in counted if to)) or "-",
+                to=", ".join(types) or "-",
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -212,15 +217,23 @@ def _are_multiplied(name: str, operands: CastArguments) -> bool:
 def _multiplied(xp: Any, name: str, operands: CastArguments) -> Any:
     args = operands.args
     kwargs = dict(operands.kwargs)
+    multiply = _PRODUCTS[name]
     if "dims" in kwargs:  # PyTorch's word
         kwargs["axes"] = kwargs.pop("dims")
-    if not any(is_operand(x) and library_name(x) == "dlpack" for x in args):
-        return _PRODUCTS[name](*args, **kwargs)
-    arrays = [library_of(x).view(x).ndarray() if is_operand(x) else x for x in args]
-    result = _PRODUCTS[name](*arrays, **kwargs)
+    libraries = [library_name(x) for x in args if is_operand(x)]
+    if "dlpack" not in libraries:
+        return multiply(*args, **kwargs)
+    result = multiply(*map(_as_numpy, args), **kwargs)
     if not result.ndim:
         return xp.from_dlpack(result.reshape(()))
     return xp.from_dlpack(DLPackArray(result))
+
+
+def _as_numpy(x: Any) -> Any:
+    """Return an array as NumPy's; other arguments are returned unchanged."""
+    if is_operand(x):
+        return library_of(x).view(x).ndarray()
+    return x
 
 
 def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:

@@ -66,11 +66,13 @@ def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CastArguments:
         return CastArguments(args, kwargs)
     if names >= {"bfloat16", "float16"}:
         names.add("float32")
-    return _cast_all(args, kwargs, min(names, key=FLOATS.index), wide=True)
+    widest = min(names, key=FLOATS.index)
+    return _cast_all(args, kwargs, widest, wide=True)
 
 
 def _dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-    values = [*args, *(x for name, x in kwargs.items() if name != "out")]
+    values = [*args]
+    values += [x for name, x in kwargs.items() if name != "out"]
     names: set[str] = set()
     for value in values:
         arrays = value if isinstance(value, list | tuple) else [value]

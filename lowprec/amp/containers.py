@@ -119,6 +119,13 @@ def norms_of(model: Any) -> frozenset[str]:
 
 def norms_by_name(all_names: list[str]) -> frozenset[str]:
     """Return the names with a word that is "bn" or ends with "norm", and those next to running statistics."""
-    parts = {name: name.rpartition(".") for name in all_names}
-    owners = {owner for owner, _, last in parts.values() if last in _STATISTICS}
-    return frozenset(name for name, (owner, _, _) in parts.items() if owner in owners or _NORM_WORD.search(name))
+    owners = {}
+    has_statistics = set()
+    for name in all_names:
+        owner, _, last = name.rpartition(".")
+        owners[name] = owner
+        if last in _STATISTICS:
+            has_statistics.add(owner)
+    named = [name for name in all_names if _NORM_WORD.search(name)]
+    beside = [name for name, owner in owners.items() if owner in has_statistics]
+    return frozenset([*named, *beside])

@@ -34,8 +34,10 @@ def init(xp: Any, init_scale: float = 2.0**16) -> ScalerState:
     >>> init(np, 1024.0)
     ScalerState(scale=array(1024., dtype=float32), growth_tracker=array(0, dtype=int32))
     """
-    scale = _DEFAULT.limited(check_scale("init_scale", init_scale))
-    return ScalerState(xp.asarray(scale, dtype=xp.float32), xp.asarray(0, dtype=xp.int32))
+    number = _DEFAULT.limited(check_scale("init_scale", init_scale))
+    scale = xp.asarray(number, dtype=xp.float32)
+    tracker = xp.asarray(0, dtype=xp.int32)
+    return ScalerState(scale, tracker)
 
 
 def scale(loss: Any, state: ScalerState) -> Any:
@@ -58,7 +60,8 @@ def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
     for x in arrays:
         check_gradient(x)
-    quotients, found_inf = divided(array_module(arrays[0]), arrays, 1 / state.scale)
+    xp = array_module(arrays[0])
+    quotients, found_inf = divided(xp, arrays, 1 / state.scale)
     following = iter(quotients)
     return mapped(lambda _: next(following), grads), found_inf
 
@@ -75,7 +78,8 @@ def update(state: ScalerState, found_inf: Any, rule: ScaleRule = _DEFAULT) -> Sc
         A constant of the traced program.
     """
     xp = array_module(state.scale)
-    return ScalerState(*rule.next_traced(xp, state.scale, state.growth_tracker, found_inf))
+    scale, tracker = rule.next_traced(xp, state.scale, state.growth_tracker, found_inf)
+    return ScalerState(scale, tracker)
 
 
 def select(found_inf: Any, skipped: Any, stepped: Any) -> Any:

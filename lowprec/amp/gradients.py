@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -73,20 +74,25 @@ class GradientReport(Report):
             f"{self.elements} gradients: {self.zeros} zero, {self.nonfinite} Inf or NaN{others}; "
             f"suggested scale {self.suggested_scale:g}"
         )
-        rows = [
-            [s.format, f"{s.scale:g}", f"{s.lost:.4%}", f"{s.subnormal:.4%}", f"{s.overflow:.4%}"] for s in self.shares
-        ]
-        return [Table(title, ["format", ">scale", ">lost", ">subnormal", ">overflow"], rows)]
+        columns = ("format", ">scale", ">lost", ">subnormal", ">overflow")
+        rows = []
+        for s in self.shares:
+            shares = [f"{share:.4%}" for share in (s.lost, s.subnormal, s.overflow)]
+            rows.append([s.format, f"{s.scale:g}", *shares])
+        return [Table(title, columns, rows)]
 
     def figure(self) -> Any:
         figure, ((panel,),) = plotting.figure(3.6)
-        panel.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color=plotting.COLOURS[0])
+        of_bars, of_one, of_suggested, *_ = plotting.COLOURS
+        counts = list(self.exponents.values())
+        panel.bar(list(self.exponents), counts, width=0.9, color=of_bars)
         shift = math.log2(self.suggested_scale)
         low = math.log2(FLOAT16.smallest_subnormal)
         high = FLOAT16.emax + 1
-        for offset, colour, label in ((0, plotting.COLOURS[1], "1"), (shift, plotting.COLOURS[2], f"2^{shift:g}")):
-            style = {"color": colour, "alpha": 0.15, "label": f"float16, scale {label}"}
-            panel.axvspan(low - offset, high - offset, **style)
+        ranges = ((0.0, of_one, "1"), (shift, of_suggested, f"2^{shift:g}"))
+        for offset, colour, scale in ranges:
+            label = f"float16, scale {scale}"
+            panel.axvspan(low - offset, high - offset, color=colour, alpha=0.15, label=label)
         panel.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
         panel.legend()
         return figure
@@ -148,7 +154,8 @@ def gradient_report(grads: Any) -> GradientReport:
     elements = sum(x.size for x in arrays)
     zeros = elements - sum(int(np.count_nonzero(x)) for x in arrays)
     scale = _scale(arrays)
-    pairs = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
+    scales = dict.fromkeys((1.0, scale))
+    pairs = list(product(scales, FORMATS))
     losses = np.zeros((len(pairs), 3), np.int64)
     histogram = np.zeros(_EXPONENTS, np.int64)
     smallest = largest = math.nan
@@ -160,7 +167,9 @@ def gradient_report(grads: Any) -> GradientReport:
         for i, (s, f) in enumerate(pairs):
             losses[i] += _fates(magnitudes * s, f)
     counted = int(histogram.sum())
-    shares = losses / max(counted, 1)
+    shares = []
+    for (s, f), (lost, subnormal, overflow) in zip(pairs, losses / max(counted, 1), strict=True):
+        shares.append(FormatShares(f.name, s, float(lost), float(subnormal), float(overflow)))
     return GradientReport(
         elements,
         zeros,
@@ -169,7 +178,7 @@ def gradient_report(grads: Any) -> GradientReport:
         largest=largest,
         suggested_scale=scale,
         exponents={i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
-        shares=tuple(FormatShares(f.name, s, *map(float, row)) for (s, f), row in zip(pairs, shares, strict=True)),
+        shares=tuple(shares),
     )
 
 
@@ -180,24 +189,29 @@ def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
     if to is not TF32:
         lost = magnitudes <= half
     # Half a unit beyond the largest number, ties upwards: the largest number is odd.
-    limit = to.largest * (1 + to.unit_roundoff / (2 - 2 * to.unit_roundoff))
-    below = int(np.count_nonzero(magnitudes < to.smallest_normal * (1 - to.unit_roundoff)))
+    u = to.unit_roundoff
+    limit = to.largest * (1 + u / (2 - 2 * u))
+    least = to.smallest_normal * (1 - u)
+    below = int(np.count_nonzero(magnitudes < least))
     missing = int(np.count_nonzero(lost))
-    return missing, below - missing, int(np.count_nonzero(magnitudes >= limit))
+    beyond = int(np.count_nonzero(magnitudes >= limit))
+    return missing, below - missing, beyond
 
 
 def _blocks(arrays: list[Any]) -> Iterator[Any]:
     for array in arrays:
         flat = array.reshape(-1)
         for first in range(0, flat.size, _BLOCK):
-            block = np.abs(flat[first : first + _BLOCK].astype(np.float64))
+            part = flat[first : first + _BLOCK]
+            block = np.abs(part.astype(np.float64))
             block = block[np.isfinite(block) & (block > 0)]
             if block.size:
                 yield block
 
 
 def _scale(arrays: list[Any]) -> float:
-    largest = max((float(block.max()) for block in _blocks(arrays)), default=0.0)
+    peaks = [float(block.max()) for block in _blocks(arrays)]
+    largest = max(peaks, default=0.0)
     if not largest:
         return 1.0
     fraction, exponent = math.frexp(largest)

@@ -82,7 +82,7 @@ class PrecisionSchedule:
 
     def _steps(self, at: Sequence[int]) -> tuple[int, ...]:
         steps = tuple(check_count("a step of at", step, 0) for step in at)
-        rises = all(a < b for a, b in zip((0, *steps), steps, strict=False))
+        rises = 0 not in steps and sorted({*steps}) == [*steps]
         if len(steps) != len(self._modes) - 1 or not rises:
             raise SettingError(
                 f"at must hold {len(self._modes) - 1} increasing numbers of steps for {len(self._modes)} modes, got "

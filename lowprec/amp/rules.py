@@ -121,12 +121,14 @@ class ScaleRule:
         if not self.dynamic:
             return scale, tracker
         shrunk = self._limited_traced(xp, scale * self.backoff_factor)
-        grown = self._limited_traced(xp, scale * self.growth_factor)
-        grown = xp.where(xp.isfinite(scale * self.growth_factor), grown, scale)
-        grows = tracker + 1 == self.growth_interval
+        product = scale * self.growth_factor
+        grown = xp.where(xp.isfinite(product), self._limited_traced(xp, product), scale)
+        counted = tracker + 1
+        grows = counted == self.growth_interval
         none = xp.zeros_like(tracker)
-        after = xp.where(found_inf, shrunk, xp.where(grows, grown, scale))
-        return after, xp.where(found_inf, none, xp.where(grows, none, tracker + 1))
+        after = xp.where(grows, grown, scale)
+        counted = xp.where(grows, none, counted)
+        return xp.where(found_inf, shrunk, after), xp.where(found_inf, none, counted)
 
     def limited(self, scale: float) -> float:
         """Return the scale within its limits, rounded to float32."""
@@ -136,8 +138,10 @@ class ScaleRule:
 
     def _limited_traced(self, xp: Any, scale: Any) -> Any:
         if self.max_scale is not None:
-            scale = xp.where(scale > self.max_scale, xp.full_like(scale, self.max_scale), scale)
-        return xp.where(scale < self._floor, xp.full_like(scale, self._floor), scale)
+            most = xp.full_like(scale, self.max_scale)
+            scale = xp.where(scale > self.max_scale, most, scale)
+        least = xp.full_like(scale, self._floor)
+        return xp.where(scale < self._floor, least, scale)
 
 
 def _rounded(value: float) -> float:

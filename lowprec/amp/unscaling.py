@@ -38,10 +38,9 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     arrays = leaves(grads)
     if not arrays:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
-    targets: list[Any] = []
-    if out is None:
-        targets = [None] * len(arrays)
-    else:
+    targets: list[Any] = [None] * len(arrays)
+    if out is not None:
+        targets = []
         mapped(lambda _, target: targets.append(target), grads, out)
     for x, target in zip(arrays, targets, strict=True):
         _check(x, target)
@@ -51,7 +50,9 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     flags = []
     for (library, _), members in _groups(arrays, targets).items():
         work = _WORK.get(library, _by_namespace)
-        quotients, flag = work([arrays[i] for i in members], [targets[i] for i in members], inverse)
+        gradients = [arrays[i] for i in members]
+        outs = [targets[i] for i in members]
+        quotients, flag = work(gradients, outs, inverse)
         flags.append(flag)
         results.update(zip(members, quotients, strict=True))
     if out is not None:
@@ -65,14 +66,19 @@ def _groups(arrays: Arrays, targets: Arrays) -> dict[tuple[str, str], list[int]]
     groups: dict[tuple[str, str], list[int]] = {}
     names: dict[type, str] = {}
     first: dict[Any, int] = {}  # first gradient by target
-    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        name = names.get(type(x)) or names.setdefault(type(x), _library(x))
+    for i, x in enumerate(arrays):
+        kind = type(x)
+        if kind not in names:
+            names[kind] = _library(x)
+        name = names[kind]
+        target = targets[i]
+        same = i
         if target is not None:
             same = first.setdefault(_elements(target, name), i)
-            if same != i:
-                if _elements(x, name) != _elements(arrays[same], name):
-                    raise ArrayError("out contains one array for two gradients; pass one array for each")
-                continue
+        if same != i:
+            if _elements(x, name) != _elements(arrays[same], name):
+                raise ArrayError("out contains one array for two gradients; pass one array for each")
+            continue
         device = ""
         if name in ("torch", "cupy"):
             device = str(getattr(x, "device", ""))
@@ -125,7 +131,8 @@ def _check(array: Any, target: Any) -> None:
     name = check_gradient(array, coo=True)
     if target is None or target is array:
         return
-    if type(target) is not type(array) or dtype_name(target) != name:
+    is_alike = type(target) is type(array) and dtype_name(target) == name
+    if not is_alike:
         raise DTypeError(
             f"out holds {type(target).__name__} of {dtype_name(target)} for a gradient that is "
             f"{type(array).__name__} of {name}; make both alike"
@@ -142,11 +149,13 @@ def _new(empty_like: Callable[[Any], Any], arrays: Arrays, targets: Arrays) -> l
 
 
 def _by_numpy(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
-    results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
+    plain = functools.partial(np.empty_like, subok=False)
+    results = _new(plain, arrays, targets)
     for out in results:
         if not out.flags.writeable:
             raise ArrayError("out is read-only; pass an array that may be written")
-    return results, host_unscaling.unscale(list(zip(arrays, results, strict=True)), inverse)
+    pairs = list(zip(arrays, results, strict=True))
+    return results, host_unscaling.unscale(pairs, inverse)
 
 
 def _by_dlpack(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
@@ -156,7 +165,9 @@ def _by_dlpack(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
             "gradients that are known only by DLPack are unscaled in host memory; pass arrays of PyTorch, JAX or "
             "CuPy, for example by their from_dlpack"
         )
-    outs = [out if out is None else library_of(out).view(out).ndarray() for out in targets]
+    outs: list[Any] = []
+    for out in targets:
+        outs.append(None if out is None else library_of(out).view(out).ndarray())
     gradients = [view.ndarray() for view in views]
     results, flag = _by_numpy(gradients, outs, inverse)
     return [DLPackArray(x) for x in results], flag
@@ -165,13 +176,16 @@ def _by_dlpack(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
 def _by_torch(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
     torch: Any = sys.modules["torch"]
     device = arrays[0].device
-    flag = torch.zeros((), dtype=torch.float32, device=device)
-    factor = torch.full((), float(inverse), dtype=torch.float32, device=device)
+    number = {"dtype": torch.float32, "device": device}
+    flag = torch.zeros((), **number)
+    factor = torch.full((), float(inverse), **number)
     with torch.no_grad():
         results = _new(torch.empty_like, arrays, targets)
-        for dtype in {x.dtype for x in arrays}:
+        by_dtype: dict[Any, list[tuple[Any, Any]]] = {}
+        for x, out in zip(arrays, results, strict=True):
+            by_dtype.setdefault(x.dtype, []).append((x, out))
+        for pairs in by_dtype.values():
             # One kernel each for all tensors of an element type.
-            pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
             copied = [(x, out) for x, out in pairs if out is not x]
             if copied:
                 # A detached sparse tensor has its own indices.
@@ -206,7 +220,8 @@ def _jax_program(jax: Any) -> Any:
 
 
 def _by_namespace(arrays: Arrays, targets: Arrays, inverse: Any) -> Unscaled:
-    results, flag = divided(array_module(arrays[0]), arrays, float(inverse))
+    xp = array_module(arrays[0])
+    results, flag = divided(xp, arrays, float(inverse))
     for i, (result, out) in enumerate(zip(results, targets, strict=True)):
         if out is not None:
             out[...] = result
