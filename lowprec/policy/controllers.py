@@ -71,7 +71,8 @@ def controllers() -> tuple[Controller, ...]:
 
 def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
     """Return the controllers of loaded libraries, of these names or (None) all."""
-    return [c for c in controllers() if sys.modules.get(c.module) is not None and (names is None or c.name in names)]
+    loaded = [c for c in controllers() if sys.modules.get(c.module) is not None]
+    return [c for c in loaded if names is None or c.name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ def switch_rows() -> tuple[SwitchRow, ...]:
             rows.append(SwitchRow(name, None, None, tier, error))
             continue
         for switch, value in values.items():
-            shown = value if value is None or isinstance(value, str | bool | int) else str(value)
+            is_plain = value is None or isinstance(value, str | bool | int)
+            shown = value if is_plain else str(value)
             rows.append(SwitchRow(name, switch, shown, tier))
     return tuple(rows)
 

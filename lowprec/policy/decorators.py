@@ -115,8 +115,12 @@ def _collected(kind: type[ContextScope], opened: dict[Entry, None], code: CodeTy
     for entry in list(opened):  # an interrupt has prevented __exit__
         text = "the scope was collected without being left, and has ended"
         kind._leave(entry, opened)
-    lines = [line for start, end, line in code.co_lines() if start <= at < end]
-    warnings.warn_explicit(text, LowprecWarning, code.co_filename, lines[0] or 0, registry=_registry)
+    number = 0
+    for start, end, line in code.co_lines():
+        if start <= at < end:
+            number = line or 0
+            break
+    warnings.warn_explicit(text, LowprecWarning, code.co_filename, number, registry=_registry)
 
 
 #: The warnings that were issued.
@@ -149,8 +153,8 @@ def decorated(scope: ContextScope, function: Function, plain: Function = _plain)
         return type(function)(decorated(scope, function.__func__))
     if not callable(function):
         raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
-    kinds = function, _call_of(function)
-    if any(inspect.isgeneratorfunction(x) or inspect.isasyncgenfunction(x) for x in kinds):
+    kinds = (function, _call_of(function))
+    if any(map(inspect.isgeneratorfunction, kinds)) or any(map(inspect.isasyncgenfunction, kinds)):
         raise TypeError(
             f"{scope!r} does not decorate generator functions, because the consumer's code would run inside it; write "
             f"'with {scope!r}:' in the body, around the statements between two yields"

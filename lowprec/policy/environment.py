@@ -301,7 +301,8 @@ def hidden_cpu_flags() -> frozenset[str]:
     if limit is None:
         return frozenset()
     names = list(ISAS)
-    return frozenset().union(*(ISAS[name] for name in names[names.index(limit) + 1 :]))
+    above = names[names.index(limit) + 1 :]
+    return frozenset().union(*map(ISAS.__getitem__, above))
 
 
 def _thread_count(text: str) -> int | None:
@@ -331,9 +332,12 @@ def problems() -> tuple[str, ...]:
     """Return the warnings among :func:`rows`."""
     known = [v.name for v in VARIABLES]
     # Others are those of the launcher, of builds and of checks.
-    unread = [x for x in sorted(os.environ) if re.match("LOWPREC_(?!RUN|BUILD|CI_|EMULATOR_)", x) and x not in known]
+    ours = [name for name in sorted(os.environ) if re.match("LOWPREC_(?!RUN|BUILD|CI_|EMULATOR_)", name)]
     found = [r.problem for r in rows() if r.problem is not None]
-    return (*found, *(f"{name} is not a variable of lowprec{did_you_mean(name, known)}" for name in unread))
+    for name in ours:
+        if name not in known:
+            found.append(f"{name} is not a variable of lowprec{did_you_mean(name, known)}")
+    return tuple(found)
 
 
 def variables_set(names: Iterable[str]) -> dict[str, str]:
@@ -379,12 +383,17 @@ def child_environment(
     hooks |= {"RECORD": record, "AGAINST": against}
     child |= {f"{RUN_VARIABLE}_{name}": value for name, value in hooks.items() if value}
     start = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
-    paths = [startup]
-    if child.get("PYTHONPATH"):
-        paths += [path for path in child["PYTHONPATH"].split(os.pathsep) if not path.endswith(start)]
-    child["PYTHONPATH"] = os.pathsep.join(paths)
+    child["PYTHONPATH"] = _put_first(startup, child.get("PYTHONPATH", ""), os.pathsep, start)
     if preloaded is not None:
-        path, child["LOWPREC_BLAS"] = preloaded
-        outer = child.get("LD_PRELOAD", "").split(":")
-        child["LD_PRELOAD"] = ":".join([path, *(x for x in outer if x and not x.endswith(os.path.basename(path)))])
+        path, mode_of_blas = preloaded
+        child["LOWPREC_BLAS"] = mode_of_blas
+        child["LD_PRELOAD"] = _put_first(path, child.get("LD_PRELOAD", ""), ":", os.path.basename(path))
     return child
+
+
+def _put_first(path: str, paths: str, separator: str, end: str) -> str:
+    """Return a list of paths with ``path`` first, without others of this end."""
+    found = [path]
+    if paths:
+        found += [x for x in paths.split(separator) if not x.endswith(end)]
+    return separator.join(found)

@@ -47,6 +47,8 @@ def changes() -> list[str]:
         now, error = attempt(controller, controller.describe)
         if now is None:
             sentences.append(f"the switches of {controller.name} cannot be read: {error}")
-        elif changed := {name: now.get(name) for name in inside if now.get(name) != inside[name]}:
+            continue
+        changed = {name: now.get(name) for name in inside if now.get(name) != inside[name]}
+        if changed:
             sentences.append(changed_switches(controller.name, changed, "by the program"))
     return sentences

@@ -187,5 +187,8 @@ def _impose(
     if variables.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32
-    others = [m for m in (requested, chosen) if m not in (None, mode)]
-    return ResolvedMode(mode, source, others[0] if others else None, tuple(reasons), emulates)
+    replaced = None
+    for other in (chosen, requested):
+        if other not in (None, mode):
+            replaced = other
+    return ResolvedMode(mode, source, replaced, tuple(reasons), emulates)

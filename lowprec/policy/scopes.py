@@ -136,8 +136,9 @@ class PolicyScope(ContextScope):
             return
         mode, guards, _ = self._own
         floors = {c.name: FLOOR for c in loaded if not guards and is_guarded_library(c.name)}
+        others = [c for c in loaded if c.name not in floors]
         hold = entry.hold = Hold()
-        acquire(hold, [c for c in loaded if c.name not in floors], mode or MathMode.FP32, guards)
+        acquire(hold, others, mode or MathMode.FP32, guards)
         failures = [f"{name} ({reason})" for name, reason in sorted(hold.failures.items()) if reason != FLOOR]
         hold.failures.update(floors)
         if failures:

@@ -56,21 +56,24 @@ class _Layer:
         changed: dict[str, Any] = {}
         if saved is None:
             return []
-        if inside is not None and (now := controller.save()) != inside:
+        if inside is not None:
             # Switches that appeared or disappeared inside the block are ignored.
-            changed = {name: now[name] for name in saved if name in now and now[name] != inside.get(name)}
+            now = {name: value for name, value in controller.save().items() if name in saved}
+            changed = {name: value for name, value in now.items() if value != inside.get(name)}
         # After an exception of a signal handler, the next block restores the same values.
         self.saved = {**saved, **changed}
         self.inside = None
         controller.restore(self.saved)
-        return [changed_switches(controller.name, changed, "inside the block")] if changed else []
+        if changed:
+            return [changed_switches(controller.name, changed, "inside the block")]
+        return []
 
 
 def changed_switches(library: str, values: Mapping[str, Any], where: str) -> str:
     """Return a sentence about switches that the user has changed."""
-    text = ", ".join(f"{name} = {value!r}" for name, value in values.items())
-    verbs = ("was", "is") if len(values) == 1 else ("were", "are")
-    return f"{library}: {text} {verbs[0]} set {where}, and {verbs[1]} kept"
+    texts = [f"{name} = {value!r}" for name, value in values.items()]
+    was, now = ("was", "is") if len(values) == 1 else ("were", "are")
+    return f"{library}: {', '.join(texts)} {was} set {where}, and {now} kept"
 
 
 #: Marks a layer in restoration: a finalizer that runs meanwhile restores no other layer.

@@ -53,8 +53,11 @@ class SwitchController:
             attribute(f"{self.name}.{setter}", self.label)(*self.arguments, values[name])
 
     def save(self) -> dict[str, Any]:
-        getters = {name: attribute(f"{self.name}.{get}", self.label) for name, (_, get, _) in self.functions.items()}
-        return {name: getter(*self.arguments) for name, getter in getters.items()}
+        values = {}
+        for name, (_, getter, _) in self.functions.items():
+            read = attribute(f"{self.name}.{getter}", self.label)
+            values[name] = read(*self.arguments)
+        return values
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
         """Set every switch, and check that it holds the new value."""

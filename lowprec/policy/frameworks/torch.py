@@ -52,14 +52,12 @@ _WORDS: dict[MathMode, tuple[str, str, str]] = {
     MathMode.TF32: ("high", "tf32", "tf32"),
     MathMode.BF16: ("medium", "tf32", "bf16"),
 }
-_VALUES = {
-    mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS] for mode, (_, cuda, onednn) in _WORDS.items()
-}
+_VALUES: dict[MathMode, list[str]] = {}
 #: Result of `save` in each mode.
-_SET = {
-    mode: dict(zip(_NAMES, (old, cuda == "tf32", *_VALUES[mode]), strict=True))
-    for mode, (old, cuda, _) in _WORDS.items()
-}
+_SET: dict[MathMode, dict[str, Any]] = {}
+for _mode, (_old, _cuda, _onednn) in _WORDS.items():
+    _VALUES[_mode] = [_cuda if _backend == "cuda" else _onednn for _backend, _ in _PAIRS]
+    _SET[_mode] = dict(zip(_NAMES, (_old, _cuda == "tf32", *_VALUES[_mode]), strict=True))
 
 
 class _Functions(NamedTuple):
@@ -160,11 +158,13 @@ class TorchController:
 
     def describe(self) -> dict[str, Any]:
         do = self._functions()
-        old: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
-        for name, value in old.items():
+        found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
+        for name, value in found.items():
             if value is None:
-                old[name] = "refused by PyTorch: the old and the newer switches do not agree"
-        return {**old, **{name: do.get(*pair) for pair, (name, _) in _LEAVES.items()}}
+                found[name] = "refused by PyTorch: the old and the newer switches do not agree"
+        for pair, (name, _) in _LEAVES.items():
+            found[name] = do.get(*pair)
+        return found
 
 
 def _read(getter: Callable[[], T]) -> T | None:
@@ -198,7 +198,8 @@ def _own_values(do: _Functions, leaves: list[str]) -> list[str]:
     def below_backends() -> set[Pair]:
         followers: set[Pair] = set()
         for parent in _BACKENDS:
-            followers |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
+            children = [pair for pair in _PAIRS if pair[0] == parent[0]]
+            followers |= _followers(do, parent, children)
         return followers
 
     # A backend whose switch is "none" inherits from the switch of all backends. That switch is set to "none" as well
@@ -217,5 +218,7 @@ def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pa
 
     before = values()
     # "none" and "ieee" both mean full FP32 for the products of other threads meanwhile.
-    after = _while_set(do, {parent: held}, "none" if held == "ieee" else "ieee", values)
-    return {c for c, b, a in zip(children, before, after, strict=True) if b != a}
+    other = "none" if held == "ieee" else "ieee"
+    after = _while_set(do, {parent: held}, other, values)
+    rows = zip(children, before, after, strict=True)
+    return {child for child, old, new in rows if old != new}
