@@ -100,7 +100,9 @@ def info() -> Info:
     if gpu["driver"] is not None and not gpu["used"]:
         warnings.append(f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}")
     if not has_cache:
-        variables = [row._replace(effect="no cache") if row.name == "LOWPREC_CACHE_DIR" else row for row in variables]
+        for i, row in enumerate(variables):
+            if row.name == "LOWPREC_CACHE_DIR":
+                variables[i] = row._replace(effect="no cache")
     if gpu["used"] and not has_cache:  # only GPUs need the cache
         warnings.append(cache)
     return Info(
@@ -195,8 +197,9 @@ def tables(facts: Facts, every_variable: bool) -> Iterator[Table]:
         ("name", "version", "status", "role"),
         [_library_row(entry, facts["blas"]) for entry in facts["libraries"]],
     )
-    shown = [v for v in facts["environment"] if every_variable or v["value"] or v["problem"]]
-    unset = len(facts["environment"]) - len(shown)
+    variables = facts["environment"]
+    shown = [v for v in variables if every_variable or v["value"] or v["problem"]]
+    unset = len(variables) - len(shown)
     title = "environment"
     if unset:
         title += f" ({unset} variables are not set: --all lists them)"

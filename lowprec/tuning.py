@@ -54,9 +54,13 @@ class AutotuneResult(Report):
         if not self.timed:
             return [Table(f"{title}: nothing to choose, the device has one algorithm", ())]
         first = self._first_choice.median_ms
-        rows = [(str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm) for entry in self.timed]
-        rows[0] = (*rows[0][:2], f"{rows[0][2]}  (chosen)")
-        return [Table(title, (">rank", ">time / first choice", "algorithm"), rows)]
+        columns = (">rank", ">time / first choice", "algorithm")
+        rows = []
+        for entry in self.timed:
+            ratio = entry.median_ms / first
+            rows.append([str(entry.rank), f"{ratio:.3f}", entry.algorithm])
+        rows[0][-1] += "  (chosen)"
+        return [Table(title, columns, rows)]
 
     def figure(self) -> Any:
         names = [f"{entry.rank}: {entry.algorithm}" for entry in self.timed]

@@ -67,7 +67,8 @@ def check(
     (['fp32', 'bf16'], True)
     """
     before = load()
-    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, Integral) or rounds < 1):
+    is_count = isinstance(rounds, Integral) and not isinstance(rounds, bool) and rounds > 0
+    if rounds is not None and not is_count:
         raise SettingError(f"rounds must be an integer of at least 1, got {rounds!r}")
     if not isinstance(budget, Real) or not 0 <= budget < math.inf:
         raise SettingError(f"budget must be a number of seconds, got {budget!r}")
@@ -76,7 +77,8 @@ def check(
         raise ModeError(f"modes must be a sequence of math modes, got {quoted(modes)}")
     chosen = None if named is None else [parse_mode(mode) for mode in named]
     case = Case.of("check", "", _host(a), _host(b))
-    return compare(case, variants_of(case, chosen), rounds=rounds and int(rounds), budget=budget, load=before)
+    variants = variants_of(case, chosen)
+    return compare(case, variants, rounds=rounds and int(rounds), budget=budget, load=before)
 
 
 def _host(x: Any) -> Array:

@@ -64,18 +64,20 @@ class Reference:
             x = x[None, :]
         if y.ndim == 1:
             y = y[:, None]
-        batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        self._norms_a = np.broadcast_to(np.linalg.norm(x, axis=(-2, -1)), batch)
-        self._norms_b = np.broadcast_to(np.linalg.norm(y, axis=(-2, -1)), batch)
+        norms_a = np.linalg.norm(x, axis=(-2, -1))
+        norms_b = np.linalg.norm(y, axis=(-2, -1))
+        self._norms_a, self._norms_b = np.broadcast_arrays(norms_a, norms_b)
         self._m = x.shape[-2]
         self._n = y.shape[-1]
         squares = (self._norms_a * self._norms_b) ** 2
         self._norm_ab = float(np.sqrt(np.sum(squares)))
 
     def compare(self, result: Array, plan: GemmPlan) -> Errors:
-        pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
         guaranteed = plan.bound
-        squares = sum(guaranteed.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
+        squares = 0.0
+        for norm_a, norm_b in zip(self._norms_a.flat, self._norms_b.flat, strict=True):
+            largest_error = guaranteed.frobenius(float(norm_a), float(norm_b), self._m, self._n)
+            squares += largest_error**2
         bound = _ratio(math.sqrt(squares), self._norm_ab)
         if not math.isfinite(self._norm_ab):
             return Errors(math.nan, math.nan, bound, Verdict.NO_NUMBERS)

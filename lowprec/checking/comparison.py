@@ -50,8 +50,10 @@ class Case:
     @classmethod
     def of(cls, name: str, words: str, a: Array, b: Array) -> Case:
         """Return a case of one pair of arrays, with enough copies to keep them out of the caches."""
-        copies = range(rotation(a.nbytes + b.nbytes) - 1)
-        sets = [(a, b), *((a.copy(order="K"), b.copy(order="K")) for _ in copies)]
+        sets = [(a, b)]
+        while len(sets) < rotation(a.nbytes + b.nbytes):
+            copies = (a.copy(order="K"), b.copy(order="K"))
+            sets.append(copies)
         return cls(name, words, sets)
 
 
@@ -161,9 +163,11 @@ class Comparison(Report):
     @property
     def remarks(self) -> tuple[str, ...]:
         """Sentences below the table; one on a busy machine is above it."""
+        remarks = [*self.notes]
         shown = len(self.selection)
-        hidden = f"{shown} of {len(self.rows)} modes are shown; rows has all"
-        return (*self.notes, *[hidden] * (shown < len(self.rows)), self.summary)
+        if shown < len(self.rows):
+            remarks.append(f"{shown} of {len(self.rows)} modes are shown; rows has all")
+        return (*remarks, self.summary)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -199,9 +203,11 @@ class Comparison(Report):
     def summary(self) -> str:
         """A sentence on the modes that no mode with a smaller error outruns."""
         baseline = self.rows[0]
-        faster = [r for r in self.rows if r.is_faster_than(baseline) and r.errors.verdict is Verdict.WITHIN]
+        within = [r for r in self.rows if r.errors.verdict is Verdict.WITHIN]
+        faster = [r for r in within if r.is_faster_than(baseline)]
+        faster.sort(key=lambda r: (r.errors.relative, -r.speedup))
         best: list[Row] = []
-        for r in sorted(faster, key=lambda r: (r.errors.relative, -r.speedup)):
+        for r in faster:
             if not best or r.speedup > best[-1].speedup:
                 best.append(r)
         if not best:
@@ -296,12 +302,19 @@ def variants_of(case: Case, modes: Sequence[Mode] | None = None) -> list[Variant
     if plan_call.plan(a, b).mode_has_effect:
         if modes is None:
             modes = [mode for mode in available_modes() if row(mode).acts(DType.FLOAT32)]
-        return [Variant(str(mode), case.sets, mode) for mode in dict.fromkeys((MathMode.FP32, *modes))]
-    copies = [(x.astype(np.float32), y.astype(np.float32)) for x, y in case.sets]
+        different = dict.fromkeys((MathMode.FP32, *modes))
+        return [Variant(str(mode), case.sets, mode) for mode in different]
+    copies = []
+    for x, y in case.sets:
+        copies.append((x.astype(np.float32), y.astype(np.float32)))
     stored = ", ".join(dict.fromkeys((a.dtype.name, b.dtype.name)))
-    quantizing = [mode for mode in available_modes() if row(mode).quantizes]
-    others = [Variant(str(mode), case.sets, mode) for mode in modes or quantizing if _acts(mode, a, b)]
-    return [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None), *others]
+    variants = [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None)]
+    if not modes:
+        modes = [mode for mode in available_modes() if row(mode).quantizes]
+    for mode in modes:
+        if _acts(mode, a, b):
+            variants.append(Variant(str(mode), case.sets, mode))
+    return variants
 
 
 def _acts(mode: Mode, a: Array, b: Array) -> bool:
@@ -331,11 +344,13 @@ def compare(
         result = np.asarray(variant(0))
         errors[variant.name] = reference.compare(result, plans[variant.name])
     spinning = [name for name, plan in plans.items() if plan.kernel == "numpy"]
-    timings = take_turns({v.name: v for v in variants}, rounds, budget=budget, step=step, spinning=spinning)
+    by_name = {variant.name: variant for variant in variants}
+    timings = take_turns(by_name, rounds, budget=budget, step=step, spinning=spinning)
     baseline = timings[variants[0].name]
     rows = []
     for name, timing in timings.items():
         is_noisy = bool(load.remark) or timing.is_noisy or baseline.is_noisy
-        rows.append(Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name], is_noisy))
+        speedup = timing.speedup_over(baseline)
+        rows.append(Row(name, plans[name], timing, speedup, errors[name], is_noisy))
     a, b = (ShapeDtype(x.shape, x.dtype.name) for x in case.sets[0])
     return Comparison(case.name, case.words, a, b, tuple(rows), load)

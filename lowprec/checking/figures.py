@@ -29,10 +29,12 @@ def errors_by_speed(comparisons: Sequence[Comparison]) -> Any:
     for panel, comparison in zip(panels, comparisons, strict=True):
         rows = comparison.rows
         speeds = [row.speedup for row in rows]
+        errors = list(map(_drawn, rows))
         bounds = [row.errors.bound for row in rows]
-        panel.vlines(speeds, list(map(_drawn, rows)), bounds, colors=plotting.GRID)
+        panel.vlines(speeds, errors, bounds, colors=plotting.GRID)
         panel.plot(speeds, bounds, "_", color=plotting.INK, markersize=9, label="guaranteed bound")
-        plotting.points(panel, {row.name: (row.speedup, _drawn(row)) for row in rows})
+        places = {row.name: (row.speedup, _drawn(row)) for row in rows}
+        plotting.points(panel, places)
         panel.set_title(comparison.name)
         panel.set_xlabel(f"speed-up over {rows[0].name}")
     panels[0].set_ylabel(_ERROR)
@@ -47,7 +49,8 @@ def speeds_and_errors(comparisons: Sequence[Comparison]) -> Any:
         kind, _, size = comparison.name.partition(" ")
         columns.setdefault(kind, {})[size] = comparison.rows
     names = [row.name for row in comparisons[0].rows]
-    figure, panels = plotting.figure(6.0, 2, len(columns), width=1.8 + 2.8 * len(columns))
+    count = len(columns)
+    figure, panels = plotting.figure(6.0, 2, count, width=1.8 + 2.8 * count)
     for (kind, cases), (above, below) in zip(columns.items(), panels.T, strict=True):
         sizes = list(cases)
         has_error = False
@@ -56,7 +59,8 @@ def speeds_and_errors(comparisons: Sequence[Comparison]) -> Any:
             rows = [cases[size][number] for size in sizes]
             errors = list(map(_drawn, rows))
             has_error |= any(error > 0 for error in errors)
-            above.plot(sizes, [row.speedup for row in rows], label=name, **style)
+            speeds = [row.speedup for row in rows]
+            above.plot(sizes, speeds, label=name, **style)
             below.plot(sizes, errors, **style)
         above.set_title(kind)
         above.set_yscale("log", base=2)

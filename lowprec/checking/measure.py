@@ -139,7 +139,8 @@ def _sample(call: Callable[[int], Any], number: int) -> float:
     clock = time.perf_counter
     start = clock()
     call(number)
-    calls = min(max(1, int(_SHORTEST_SAMPLE / max(clock() - start, 1e-9))), _MOST_CALLS_PER_SAMPLE)
+    once = max(clock() - start, 1e-9)
+    calls = min(max(1, int(_SHORTEST_SAMPLE / once)), _MOST_CALLS_PER_SAMPLE)
     start = clock()
     for i in range(calls):
         call(number + 1 + i)
@@ -148,4 +149,5 @@ def _sample(call: Callable[[int], Any], number: int) -> float:
 
 def rotation(nbytes: int) -> int:
     """Return the number of sets of operands of this size: small ones would fit the caches, large ones fill memory."""
-    return max(1, min(_MOST_SETS, math.floor(_MOST_BYTES / max(nbytes, 1))))
+    fitting = math.floor(_MOST_BYTES / max(nbytes, 1))
+    return max(1, min(_MOST_SETS, fitting))

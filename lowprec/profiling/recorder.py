@@ -133,8 +133,10 @@ class profile(Report):
     def wall_ms(self) -> float:
         """Time during which the profile was open, in ms."""
         now = time.perf_counter_ns()
+        intervals = [*self._left]
+        intervals += [(entered, now) for entered in self._entered[:1]]
         total = reached = 0
-        for start, end in sorted([*self._left, *((entered, now) for entered in self._entered[:1])]):
+        for start, end in sorted(intervals):
             total += max(end - max(start, reached), 0)
             reached = max(end, reached)
         return total / 1e6

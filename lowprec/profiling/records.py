@@ -123,7 +123,9 @@ class Measurement:
         # The views would keep the caller's arrays alive.
         self._device = a.device
         copies = [f"{c.operand}: {c.reason}" for c in plan.copies]
-        copies += [f"{name}: {view.copied}" for name, view in (("a", a), ("b", b)) if view.copied]
+        for name, view in (("a", a), ("b", b)):
+            if view.copied:
+                copies.append(f"{name}: {view.copied}")
         self._copies = tuple(copies)
         self._thread = threading.current_thread().name
         self._start_ns = self._end_ns = time.perf_counter_ns()

@@ -53,8 +53,8 @@ def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
     everything = _Group(records)
     share = None
     if everything.flops:
-        on_units = sum(r.flops for r in records if r.elapsed_ms is not None and r.units_used)
-        share = on_units / everything.flops
+        on_units = [r.flops for r in records if r.elapsed_ms is not None and r.units_used]
+        share = sum(on_units) / everything.flops
     return {
         "products": len(records),
         "failed": sum(r.error is not None for r in records),
@@ -75,10 +75,10 @@ def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
 
 
 def _sums(records: Sequence[ProductRecord], key: Callable[[ProductRecord], str]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"products": len(group.records), "elapsed_ms": group.elapsed_ms, "flops": group.flops}
-        for name, group in grouped(records, key).items()
-    }
+    sums = {}
+    for name, group in grouped(records, key).items():
+        sums[name] = {"products": len(group.records), "elapsed_ms": group.elapsed_ms, "flops": group.flops}
+    return sums
 
 
 def _dtypes(r: ProductRecord) -> str:
@@ -137,7 +137,8 @@ def tables(label: str, records: Sequence[ProductRecord], by: str) -> list[Table]
     devices = dict.fromkeys(r.device for r in records)
     title = f"{title} ({', '.join(devices)})"
     keys = _KEYS[by]
-    groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
+    cells = keys.values()
+    groups = grouped(records, lambda r: tuple(cell(r) for cell in cells))
     whole_ms = _Group(records).elapsed_ms
     rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
     table = Table(title, [*keys, *_NUMBERS], rows, _OPTIONAL)

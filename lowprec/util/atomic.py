@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -23,9 +24,10 @@ def write_file(path: str | os.PathLike[str], content: bytes, mode: int = 0o666) 
     if target.exists() and not target.is_file():
         raise FileExistsError(errno.EEXIST, "not a regular file", os.fspath(path))
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    opener = functools.partial(os.open, mode=mode)
     # One frame, so that an exception of a signal handler cannot leave the temporary file.
     try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(temporary, "xb", opener=opener) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -37,4 +39,5 @@ def write_file(path: str | os.PathLike[str], content: bytes, mode: int = 0o666) 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = None) -> None:
     """Write a value to a JSON file, None for Inf and NaN."""
-    write_file(path, json.dumps(plain(value), indent=indent, allow_nan=False).encode())
+    text = json.dumps(plain(value), indent=indent, allow_nan=False)
+    write_file(path, text.encode())

@@ -29,12 +29,15 @@ def packed_strides(shape: Shape, strides: Shape) -> Shape:
 
     Batch axes along which the source is broadcast (stride 0) keep their stride.
     """
-    batch = [n if stride else 1 for n, stride in zip(shape[:-2], strides, strict=False)]
+    outer_shape = shape[:-2]
+    outer_strides = strides[:-2]
+    batch = [n if stride else 1 for n, stride in zip(outer_shape, outer_strides, strict=True)]
     in_columns = len(shape) > 1 and strides[-2] == 1 != strides[-1]
     order = -1 if in_columns else 1
-    found = contiguous_strides((*batch, *shape[-2:][::order]))
+    matrix = shape[-2:][::order]
+    found = contiguous_strides((*batch, *matrix))
     core = found[len(batch) :]
-    outer = [step if stride else 0 for step, stride in zip(found, strides[:-2], strict=False)]
+    outer = [step if stride else 0 for step, stride in zip(found, outer_strides, strict=False)]
     return (*outer, *core[::order])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import compress, zip_longest
 
-_GAP = 2
+_GAP = "  "
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class Table:
     def without(self, dropped: str) -> Table:
         """Return the table without the column of this heading."""
         kept = [heading != dropped for heading in self.headings]
+        columns = list(compress(self.columns, kept))
         rows = [list(compress(row, kept)) for row in self.rows]
         optional = [heading for heading in self.optional if heading != dropped]
-        return replace(self, columns=list(compress(self.columns, kept)), rows=rows, optional=optional)
+        return replace(self, columns=columns, rows=rows, optional=optional)
 
 
 def fill(text: str, width: int, hang: int = 0) -> str:
@@ -46,7 +47,7 @@ def plain_text(table: Table, width: int = sys.maxsize) -> str:
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column), default=0) for column in columns]
     least = list(map(_least_width, table.columns, columns))
-    available = width - _GAP * len(columns)
+    available = width - len(_GAP) * len(columns)
     is_narrow = sum(least) > available
     if is_narrow and table.optional:
         return plain_text(table.without(table.optional[0]), width)
@@ -58,16 +59,20 @@ def plain_text(table: Table, width: int = sys.maxsize) -> str:
         shrinking = [i for i, w in enumerate(widths) if w > least[i]]
         widths[max(shrinking, key=widths.__getitem__)] -= 1
     for line in lines:
-        broken = [fill(cell, max(w, 1)).splitlines() for cell, w in zip(line, widths, strict=True)]
+        broken = []
+        for cell, w in zip(line, widths, strict=True):
+            broken.append(fill(cell, max(w, 1)).splitlines())
         for parts in zip_longest(*broken, fillvalue=""):
             aligned = map(_aligned, table.columns, parts, widths)
-            text.append((" " * _GAP).join(["", *aligned]).rstrip())
+            text.append(_GAP.join(["", *aligned]).rstrip())
     return "\n".join(text)
 
 
 def _least_width(heading: str, cells: Sequence[str]) -> int:
     """Return the width below which a column cannot be broken: numbers stay whole."""
-    parts = cells if heading.startswith(">") else " ".join(cells).split()
+    parts = list(cells)
+    if not heading.startswith(">"):
+        parts = " ".join(cells).split()
     return max(map(len, parts), default=0)
 
 
@@ -91,7 +96,8 @@ def html(table: Table) -> str:
 
     def row(cells: Sequence[str], tag: str) -> str:
         pairs = zip(cells, sides, strict=True)
-        return "".join(f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in pairs)
+        parts = [f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in pairs]
+        return "".join(parts)
 
     head = ""
     if any(table.headings):
