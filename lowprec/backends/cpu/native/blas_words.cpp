@@ -144,7 +144,6 @@ void our_gomp(void (*function)(void*), void* argument, long a, long b, long c, l
     release(region.scope);
 }
 
-
 // A parallel region of LLVM's and Intel's OpenMP. Its function gets addresses, and ignores those beyond its own.
 const int MOST_ADDRESSES = 256;
 typedef void Microtask(int32_t* thread, int32_t* in_team, ...);
