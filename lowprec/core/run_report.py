@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,6 +14,8 @@ from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import PrintedLine
 from lowprec.core.recording import Observed, distance
 from lowprec.report import Report
+from lowprec.util.atomic import write_file
+from lowprec.util.page import page
 from lowprec.util.tables import Table
 
 #: Layers that the verdict names.
@@ -138,6 +141,17 @@ class RunComparison(Report):
             title = f"printed lines with the largest changes, of {len(self.lines)} that changed"
             tables.append(Table(title, [">line", ">change", "text", f"in {self.against}"], printed))
         return tables
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to an HTML file, atomically: tables that sort by a click, and bars of the errors."""
+        bars = {
+            f"{x.layer} ({x.phase})": [y if y and math.isfinite(y) else 0.0 for y in (x.own_error, x.drift)]
+            for x in self.layers
+            if x.own_error is not None or x.drift is not None
+        }
+        title = f"{self.mode} against {self.against}"
+        text = page(title, self.verdict, bars, ("own error", "drift"), self.tables()[1:], self.remarks)
+        write_file(path, text.encode())
 
     def figure(self) -> Any:
         found = [x for x in self.layers if x.own_error or x.drift]

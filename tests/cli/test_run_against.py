@@ -1,6 +1,7 @@
 """``lowprec run --against``: a program runs twice, and its layers and printed numbers are compared."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,12 +56,13 @@ print("the sum is", (x @ x).sum())
 @pytest.mark.skipif(sys.platform != "linux", reason="the BLAS is intercepted on Linux")
 def test_printed_numbers_of_numpy_are_compared():
     """Each factor is rounded to 1, so the sum changes by 2**-8."""
-    seen = start(write(NUMPY), under=UNDER)
+    seen = start(write(NUMPY), under=(*UNDER, "--save", "run.html"))
     assert seen.out == "the sum is 512.0\n"
     assert seen.err.startswith(
         "bf16 computed 100 % of the multiplications; the printed numbers changed by up to 0.39 % (line 1)"
     )
     assert "__main__.<module>" in seen.err
+    assert '<td style="text-align: left">the sum is 512.0</td>' in Path("run.html").read_text()
 
 
 def test_each_run_reads_a_file(tmp_path):
@@ -96,6 +98,8 @@ def test_processes_of_the_program_do_not_record():
     ("words", "message"),
     [
         (("--guard", "--against", "fp32"), "run: --against goes with --mode"),
+        (("--mode", "bf16", "--save", "x.html"), "run: --save goes with --against"),
+        ((*UNDER, "--save", "missing/x.html"), "cannot write missing/x.html: the folder"),
         (("--mode", "bf16", "--against", "fp33"), "argument --against: mode 'fp33' is not a math mode"),
         (("--mode", "bf16", "--against", "fp32", "--", "ls"), "--against compares Python programs"),
     ],

@@ -1,6 +1,7 @@
 """A run in a mode against one in full precision: the layers' own errors and drifts, and the layer behind the change."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -192,6 +193,21 @@ def test_a_report_has_a_figure_and_plain_values(torch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the figures")
     found.plot(tmp_path / "run.svg")
     assert "Linear, forward" in (tmp_path / "run.svg").read_text()
+
+
+def test_a_page_is_complete(torch, tmp_path):
+    """Its tables are those of the text, and it loads nothing."""
+    layer = torch.nn.Linear(8, 8)
+    found = lowprec.compare(lambda: layer(torch.ones(4, 8)), "bf16")
+    found.save(tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert f"<h1>{found.verdict}</h1>" in text
+    assert text.count("<table>") == 1
+    assert ">Linear (forward)</span>" in text
+    # The longest bar is the larger one of two equal errors.
+    assert text.count("width:100.00%") == 2
+    assert "default-src 'none'" in text
+    assert not re.findall(r"https?:|src=|@import|url\(", text)
 
 
 def test_refusals(torch):

@@ -67,7 +67,7 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    how = "[--mode MODE [--force] [--intercept [--against MODE]] | --guard] [--profile]"
+    how = "[--mode MODE [--force] [--intercept [--against MODE [--save FILE]]] | --guard] [--profile]"
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE | -- COMMAND) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
@@ -91,6 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --mode: run the program also in this mode, such as fp32, and show the change of the numbers that it "
         "prints and the errors of its layers; includes --intercept",
     )
+    parser.add_argument("--save", metavar="FILE", help="with --against: write the report to an HTML file, too")
     parser.add_argument(
         "-m",
         dest="module",
@@ -113,10 +114,7 @@ def run(options: argparse.Namespace) -> int:
     guard = options.guard
     if rules is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
-    options.intercept |= options.against is not None
-    for name in ("force", "against", "intercept"):
-        if getattr(options, name) and rules is None:
-            raise CommandError(f"run: --{name} goes with --mode")
+    _check(options)
     foreign = _command(options)
     command = foreign or python_command(_program(options))
     force = options.force
@@ -142,6 +140,20 @@ def run(options: argparse.Namespace) -> int:
     return start(command, variables)
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Raise for options that do not go together; ``--against`` includes ``--intercept``."""
+    options.intercept |= options.against is not None
+    for name in ("force", "against", "intercept"):
+        if getattr(options, name) and options.mode is None:
+            raise CommandError(f"run: --{name} goes with --mode")
+    if options.save is not None:
+        if options.against is None:
+            raise CommandError("run: --save goes with --against")
+        from lowprec.cli.exports import check_output
+
+        check_output(options.save)
+
+
 def _single(rules: Rules, intercepts: bool) -> Mode:
     """Return the mode of all products that no other rule matches, which the libraries' switches are set for."""
     if not intercepts and [pattern for pattern, _ in rules] != [ALL]:
@@ -160,7 +172,8 @@ def _run_twice(command: Sequence[str], mode: Mode, rules: Rules, options: argpar
         return environment.child_environment(STARTUP, mode, intercept=_json(rules), **hooks)
 
     against = ((ALL, options.against),)
-    return run_twice(command, variables, shown(rules).strip("'"), str(options.against))
+    modes = (shown(rules).strip("'"), str(options.against))
+    return run_twice(command, variables, modes, options.save)
 
 
 def _json(rules: Rules) -> str:

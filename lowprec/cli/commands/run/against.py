@@ -22,12 +22,17 @@ class _Ended(NamedTuple):
 
 
 def run_twice(
-    command: Sequence[str], variables: Callable[[str, bool], Mapping[str, str]], mode: str, against: str
+    command: Sequence[str],
+    variables: Callable[[str, bool], Mapping[str, str]],
+    modes: tuple[str, str],
+    path: str | None,
 ) -> int:
     """Run a command in the reference and in the mode, and print the report; return the program's exit code.
 
     ``variables`` returns the environment, for the path of a record, of the run in the reference or of the other one.
+    The report is also written to ``path``, unless it is None.
     """
+    mode, against = modes
     with tempfile.TemporaryDirectory(prefix="lowprec-run-") as folder:
         records = [str(Path(folder) / name) for name in ("reference", "mode")]
         stdin, start = _input()
@@ -45,6 +50,8 @@ def run_twice(
         note("lowprec run --against: the program multiplied nothing that lowprec sees, or ended without its last steps")
     report = compare_programs(mode, against, runs, found.lines, expected.lines)
     note(report.text(columns()))
+    if path is not None:
+        report.save(path)
     return found.code
 
 
