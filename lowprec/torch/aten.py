@@ -134,9 +134,6 @@ def reason_of(operator: str) -> PassedBy | None:
 
 #: The keys of composites in this build of PyTorch.
 _BUILT = ("CPU", "MkldnnCPU", *(["CUDA"] if torch.version.cuda else []))
-AUTOCAST = ("AutocastCPU", "AutocastCUDA")
-#: Others of which autocast casts the parameters.
-_CASTING = ("linear", "matmul", "einsum", "_native_multi_head_attention", "mkldnn_rnn_layer")
 CASTS = tuple(Kernel("aten::_to_copy", key, "_to_copy") for key in _BUILT)
 
 
@@ -148,11 +145,6 @@ def kernels() -> tuple[Kernel, ...]:
 
 def _kernels() -> Iterator[Kernel]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in (*PRODUCTS, *_CASTING):
-        operator = f"aten::{name}"
-        for key in AUTOCAST:
-            if has(operator, key):
-                yield Kernel(operator, key, name)
     for name, product in PRODUCTS.items():
         for overload in product.overloads:
             operator = f"aten::{name}{overload}"

@@ -6,6 +6,7 @@ by lowprec's operator in the joint graph of forward and backward pass, before In
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec._version import __version__
 from lowprec.core.interception_report import PassedBy
+from lowprec.core.rules import Layer, Rules, RulesLike, first_match, parse_rules, shown
 from lowprec.errors import warn
-from lowprec.modes import ModeLike, parse_mode, row
+from lowprec.modes import row
 from lowprec.torch.aten import ACTED_ON, PRODUCTS, Terms, reason_of
 from lowprec.torch.operator import ACCUMULATOR, OPERATOR
 
 _aten = torch.ops.aten
 
 
-def inductor_options(math_mode: ModeLike) -> dict[str, Any]:
+def inductor_options(math_mode: RulesLike) -> dict[str, Any]:
     """Return options of ``torch.compile`` by which lowprec computes the products.
 
     They cover the products of :class:`intercept`, except those that Inductor turns into sums: k = 1, or a result of
@@ -31,8 +33,9 @@ def inductor_options(math_mode: ModeLike) -> dict[str, Any]:
 
     Parameters
     ----------
-    math_mode : str, MathMode or Recipe
-        Mode of the products; an ``fp32_guard`` that is open when the compiled model runs overrides it.
+    math_mode : str, MathMode, Recipe, mapping, list of pairs, or path
+        Mode of the products, or rules as in :class:`intercept`. The layer of a product is the module whose ``forward``
+        multiplies. An ``fp32_guard`` that is open when the compiled model runs overrides the modes.
 
     Returns
     -------
@@ -43,7 +46,7 @@ def inductor_options(math_mode: ModeLike) -> dict[str, Any]:
     Raises
     ------
     ModeError
-        ``math_mode`` is unknown.
+        A mode or a pattern is illegal.
 
     Warns
     -----
@@ -55,16 +58,16 @@ def inductor_options(math_mode: ModeLike) -> dict[str, Any]:
     >>> sorted(inductor_options("bf16"))
     ['joint_custom_pre_pass', 'pre_grad_custom_pass']
     """
-    mode = parse_mode(math_mode).value
-    return {"pre_grad_custom_pass": _PlainAttention(mode), "joint_custom_pre_pass": _Products(mode)}
+    rules = parse_rules(math_mode)
+    return {"pre_grad_custom_pass": _PlainAttention(rules), "joint_custom_pre_pass": _Products(rules)}
 
 
 class _Pass(CustomGraphPass):
-    def __init__(self, mode: str) -> None:
-        self._mode = parse_mode(mode)
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
 
     def uuid(self) -> Any:
-        return "lowprec", __version__, type(self).__name__, self._mode
+        return "lowprec", __version__, type(self).__name__, self._rules
 
 
 def _in_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,40 +109,64 @@ class _Products(_Pass):
             if reason is not None:
                 passed.add(f"{name} ({reason})")
             elif node.target in _REPLACED:
-                self._replace(graph, node, PRODUCTS[name].terms(*node.args, **node.kwargs))
+                self._replace(graph, node, name)
         graph.lint()
         if passed:
             warn(
-                f"lowprec.torch.inductor_options({self._mode!r}) leaves products to PyTorch: "
+                f"lowprec.torch.inductor_options({shown(self._rules)}) leaves products to PyTorch: "
                 f"{', '.join(sorted(passed))}; to compile encoder layers product by product, call "
                 "torch.backends.mha.set_fastpath_enabled(False) before the first call"
             )
 
-    def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, terms: Terms) -> None:
+    def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> None:
+        terms = PRODUCTS[name].terms(*node.args, **node.kwargs)
         value = node.meta.get("val")
-        acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(self._mode).mode]
-        if not acts or not isinstance(terms.alpha, int | float) or not isinstance(terms.beta, int | float):
-            return
-        mode = str(self._mode)
-        dtype = ""
-        meta = node.meta  # shape, and forward or backward pass
-        if terms.beta != 0 and value.dtype.itemsize == 2:  # the sum is rounded once
-            dtype = ACCUMULATOR
-            meta = {**meta, "val": value.float()}
+        layer = _layer_of(node)
+        if not layer and isinstance(value, torch.Tensor) and value.shape[-2:].numel() == 1:
+            name = "dot"
+        mode = first_match(self._rules, layer, name)
+        acts = mode is not None and isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(mode).mode]
+        if acts and isinstance(terms.alpha, int | float) and isinstance(terms.beta, int | float):
+            _insert(graph, node, terms, str(mode))
 
-        def call(meta: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> Any:
-            added = graph.call_function(target, args, kwargs)
-            added.meta = dict(meta)
-            return added
 
-        with graph.inserting_before(node):
-            found = call(meta, OPERATOR, terms.a, terms.b, mode, mode, float(terms.alpha), dtype)
-            if terms.beta != 0:
-                found = call(meta, _aten.add.Tensor, found, terms.c, alpha=float(terms.beta))
-            if dtype:
-                found = call(node.meta, torch.ops.prims.convert_element_type.default, found, value.dtype)
-        node.replace_all_uses_with(found)
-        graph.erase_node(node)
+def _insert(graph: torch.fx.Graph, node: torch.fx.Node, terms: Terms, mode: str) -> None:
+    """Replace a product by lowprec's operator."""
+    value = node.meta["val"]
+    dtype = ""
+    meta = node.meta  # shape, and forward or backward pass
+    if terms.beta != 0 and value.dtype.itemsize == 2:  # the sum is rounded once
+        dtype = ACCUMULATOR
+        meta = {**meta, "val": value.float()}
+
+    def call(meta: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> Any:
+        added = graph.call_function(target, args, kwargs)
+        added.meta = dict(meta)
+        return added
+
+    with graph.inserting_before(node):
+        found = call(meta, OPERATOR, terms.a, terms.b, mode, mode, float(terms.alpha), dtype)
+        if terms.beta != 0:
+            found = call(meta, _aten.add.Tensor, found, terms.c, alpha=float(terms.beta))
+        if dtype:
+            found = call(node.meta, torch.ops.prims.convert_element_type.default, found, value.dtype)
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+#: Words of the compiler in the names of modules.
+_WORDS = frozenset(["L", "getattr", "_modules"])
+
+
+def _layer_of(node: torch.fx.Node) -> Layer:
+    """Return the innermost module of a product, or of its forward product."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ()
+    path, kind = list(stack.values())[-1]
+    _, *parts = [word for word in re.findall(r"\w+", path) if word not in _WORDS]
+    kind = getattr(kind, "__name__", str(kind)).rpartition(".")[2].removeprefix("Parametrized")
+    return ((".".join(parts) or kind, kind),)
 
 
 _REPLACED = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default)

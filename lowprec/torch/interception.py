@@ -28,7 +28,7 @@ from lowprec.core.rules import Layer, RulesLike
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.modes import Mode, Recipe, ResolvedMode, row
 from lowprec.policy.decorators import ContextScope
-from lowprec.torch.aten import ACTED_ON, AUTOCAST, CASTS, AtenProduct, Kernel, Terms, kernels, multiplications_of
+from lowprec.torch.aten import ACTED_ON, CASTS, AtenProduct, Kernel, Terms, kernels, multiplications_of
 from lowprec.torch.layer_names import NAMES
 from lowprec.torch.observing import observe
 from lowprec.torch.passes import mode_of_product, routine_of
@@ -107,6 +107,7 @@ class intercept(Interception):
     def _install(self) -> None:
         share_contexts()
         register(kernels(), _replacement)
+        register(CASTS, _noted)
         torch.clear_autocast_cache()  # of casts that NAMES does not know
 
     def _remarks(self) -> list[str]:
@@ -153,8 +154,6 @@ _thread = _Thread()
 
 def _replacement(kernel: Kernel, own: Function) -> Function:
     """Return a kernel that calls PyTorch's own one outside of all blocks."""
-    if kernel.key in AUTOCAST:
-        return _casting(own)
     if kernel.product is None:
         act = _watched(kernel, own)
     else:
@@ -257,17 +256,6 @@ def _resolved(mode: Mode, context: Context | None) -> ResolvedMode:
     return context.copy().run(policy.resolve, mode)
 
 
-def _casting(own: Function) -> Function:
-    """Return a kernel of autocast that has casts noted."""
-
-    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if intercept._holders:
-            register(CASTS, _noted)
-        return own(keyset, *args, **kwargs)
-
-    return call
-
-
 def _noted(_: Kernel, own: Function) -> Function:
     """Return a kernel of casts that records those of parameters."""
 
@@ -278,6 +266,8 @@ def _noted(_: Kernel, own: Function) -> Function:
             result: Tensor = own(keyset, x, **kwargs)
             if intercept._holders:
                 NAMES.add_cast(x, result)
+            else:
+                count_idle_call()
         return result
 
     return cast

@@ -9,16 +9,19 @@ graph, that of the forward product with the same activation.
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
+from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowprec.core.rules import Layer
 from lowprec.recipes import Pass
+from lowprec.torch.copies import calling_module, holds, parameters_behind
 
 
 class Part(NamedTuple):
@@ -43,6 +46,8 @@ _MOST_LAYERS = 16  # of one activation
 _MOST_VIEWS = 4
 #: Names by which compiled, parallel and other wrappers hold a model.
 _WRAPPERS = ("", "_orig_mod", "module")
+#: The part of a module's name that belongs to a parametrized one.
+_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\..*")
 
 
 class LayerNames:
@@ -51,18 +56,15 @@ class LayerNames:
     def __init__(self) -> None:
         self._gradient: StorageWeakRef | None = None  # the last one that was multiplied by a parameter
         self._layers = WeakIdKeyDictionary()  # by parameter; empty for those without a module
+        self._names = WeakIdKeyDictionary()  # by module
+        self._shapes = WeakIdKeyDictionary()  # by module: the layers of its matrices, by shape
         self._is_current = False
         self._is_watching = False
 
     def of(self, a: Tensor, b: Tensor, backward: bool, attention: bool = False) -> Part:
         """Return the part of a product in its layer; ``attention`` for those of two activations, too."""
-        place = 1
-        other = a
-        layer = self._of_parameter(b)
-        if not layer:
-            place = 0
-            other = b
-            layer = self._of_parameter(a)
+        layer, place = self._weight(a, b, backward)
+        other = a if place else b
         if layer and backward:
             self._gradient = StorageWeakRef(other.untyped_storage())
             return Part(layer, "grad_input", place)
@@ -75,6 +77,64 @@ class LayerNames:
             _remember(a, ())
             _remember(b, ())
         return _NO_PART
+
+    def _weight(self, a: Tensor, b: Tensor, backward: bool) -> tuple[Layer, int]:
+        """Return the layer of the operand that is a weight or a copy of one, and its place."""
+        for place, x in ((1, b), (0, a)):
+            layer = self._of_parameter(x)
+            if layer:
+                return layer, place
+        if backward:
+            return (), 0
+        for place, x in ((1, b), (0, a)):
+            layer = self._of_copy(x)
+            if not layer and place and x.ndim == 2:
+                layer = self._of_module(x)
+            if layer:
+                _record(x, layer)
+                return layer, place
+        return (), 0
+
+    def _of_copy(self, x: Tensor) -> Layer:
+        """Return the layers of the parameters that a tensor is a function of, if all are known."""
+        if x.ndim < 2:
+            return ()
+        layers = [self._of_parameter(_local(p)) for p in parameters_behind(x)]
+        if not all(layers):
+            return ()
+        return tuple(dict.fromkeys(each for found in layers for each in found))
+
+    def _of_module(self, x: Tensor) -> Layer:
+        """Return the layer of a matrix that a module multiplies in its ``forward``.
+
+        The matrix is the module's own, as in `functional_call`, or no result that autograd knows, and has the shape of
+        the module's weight.
+        """
+        module = calling_module()
+        if module is None:
+            return ()
+        if not self._is_current or module not in self._names:
+            self._scan()
+        kind = parametrize.type_before_parametrizations(module).__name__
+        own: Layer = self._names.get(module, ((kind, kind),))
+        if holds(module, x):
+            return own
+        if x.requires_grad or _of_activation(x) is not None:
+            return ()
+        layer: Layer = self._shapes_of(module).get(frozenset(x.shape), ())
+        return layer if len(layer) <= 1 else own
+
+    def _shapes_of(self, module: torch.nn.Module) -> dict[frozenset[int], Layer]:
+        found: dict[frozenset[int], Layer] | None = self._shapes.get(module)
+        if found is None:
+            found = {}
+            for p in module.parameters():
+                if p.ndim == 2:
+                    extents = frozenset(p.shape)
+                    known = (*found.get(extents, ()), *self._of_parameter(_local(p)))
+                    found[extents] = tuple(dict.fromkeys(known))
+            self._shapes[module] = found
+        return found
 
     def add_cast(self, x: Tensor, cast: Tensor) -> None:
         """Record that a tensor is a copy of another one, in case that is a parameter."""
@@ -145,6 +205,7 @@ class LayerNames:
     def _scan(self) -> None:
         if not self._is_watching:
             hooks.register_module_parameter_registration_hook(self._expire)
+            hooks.register_module_buffer_registration_hook(self._expire)
             self._is_watching = True
         self._is_current = True  # before the scan, during which another thread may add a parameter
         modules: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
@@ -153,15 +214,29 @@ class LayerNames:
         for root in modules:
             if id(root) in children:
                 continue
-            for name, each in root.named_modules():
-                for p in each._parameters.values():
-                    _add(found, _local(p), _shown(name, each), type(each))
+            named = dict(root.named_modules())
+            for name, each in named.items():
+                owner = _PARAMETRIZED.sub("", name)
+                kind = parametrize.type_before_parametrizations(named[owner])
+                self._names[each] = ((_shown(owner, kind), kind.__name__),)
+                for p in _matrices(each):
+                    _add(found, _local(p), _shown(owner, kind), kind)
+        self._shapes.clear()
         for p, layer in found.values():
             self._layers[p] = layer
             _record(p, layer)
 
     def _expire(self, *_: Any) -> None:
         self._is_current = False
+
+
+def _matrices(module: torch.nn.Module) -> list[Any]:
+    """Return the parameters of a module, and the buffers in its state that may be weights."""
+    found: list[Any] = list(module._parameters.values())
+    for name, x in module._buffers.items():
+        if x is not None and x.ndim > 1 and x.is_floating_point() and name not in module._non_persistent_buffers_set:
+            found.append(x)
+    return found
 
 
 def _add(found: dict[int, tuple[Tensor, Layer]], p: Any, name: str, kind: type) -> None:
@@ -233,11 +308,11 @@ def _parameter(node: Any) -> Tensor | None:
     return None
 
 
-def _shown(name: str, module: Any) -> str:
+def _shown(name: str, kind: type) -> str:
     parts = name.split(".")
     while parts and parts[0] in _WRAPPERS:
         del parts[0]
-    return ".".join(parts) or type(module).__name__
+    return ".".join(parts) or kind.__name__
 
 
 NAMES = LayerNames()

@@ -152,10 +152,12 @@ def test_numbers_are_cast_under_autocast(torch, lt):
 
 
 def test_a_forward_pass_without_its_layers_is_reported_first(torch, lt):
-    """The layer of a weight gradient is known from autograd, that of the product with a copy is not."""
+    """The layer of a weight gradient is known from autograd, that of a product with a copy in a graph is not."""
     layer, x = torch.nn.Linear(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    torch._dynamo.reset()
+    product = torch.compile(lambda x, w: torch.nn.functional.linear(x, w.clone()), backend="aot_eager")
     with lt.intercept("mxfp8") as seen:
-        torch.nn.functional.linear(x, layer.weight.clone()).sum().backward()
+        product(x, layer.weight).sum().backward()
         torch.mm(x.double(), x.double())
     first, second, *_ = str(seen.report()).splitlines()
     assert first.startswith("lowprec.torch.intercept('mxfp8'): 1 taken (1 in backward passes)")

@@ -634,6 +634,29 @@ def test_a_sum_in_a_graph_is_rounded_once(torch, intercept, dtype):
 
 
 @pytest.mark.usefixtures("fresh")
+def test_rules_in_a_graph(torch):
+    """The layers of both passes, also behind copies of weights; two vectors stay in FP32."""
+    nn = torch.nn
+    norm = nn.utils.parametrizations.weight_norm
+    model = nn.ModuleDict(
+        {"body": nn.Linear(4, 4), "blocks": nn.ModuleList([norm(nn.Linear(4, 4))]), "head": norm(nn.Linear(4, 3))}
+    )
+    rules = {"head": "fp32", "blocks.*": "tf32", nn.Linear: "bf16", "*": "fp16"}
+
+    def run(x):
+        y = model["head"](model["blocks"][0](model["body"](x)))
+        return (x @ x.T).sum() + (x[:1] @ x[:1].T).sum() + y.sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend=passes_alone(rules))
+    with lowprec.profile() as profile:
+        compiled(draw(torch, 5, 4)).backward()
+    found = {}
+    for r in profile.records:
+        found[r.mode] = found.get(r.mode, 0) + 1
+    assert found == {"bf16": 2, "tf32": 3, "fp32": 3, "fp16": 1}
+
+
+@pytest.mark.usefixtures("fresh")
 def test_products_that_a_graph_leaves_to_torch_are_reported(torch):
     model = encoder(torch, 1).eval()
     compiled = torch.compile(model, backend=passes_alone("bf16"))
