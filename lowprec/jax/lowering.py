@@ -7,6 +7,7 @@ operands are split here on both, and multiplied in FP32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def _quantized(a: Any, b: Any, step: Any, shape: Shape, mode: Mode, *, on_gpu: b
     return _sharded(out, shape)
 
 
-def _extents(x: Any, axes: Axes) -> list[int]:
+def _extents(x: Any, axes: Iterable[int]) -> list[int]:
     return [x.shape[axis] for axis in axes]
 
 
@@ -164,17 +165,28 @@ def _sharded(out: Any, shape: Shape) -> Any:
 
 
 def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any, Any]:
-    """Return an operand as matrices (batch, vector, k) of rounded numbers, with the scales of vectors and tensor."""
+    """Return an operand as matrices (batch, vector, k) of rounded numbers, with the scales of vectors and tensor.
+
+    It is rounded with its axes in the order of the array, on which blocks of vectors and random numbers depend.
+    """
+    kept = sorted(axes.batch + axes.free)
+    order = [kept.index(axis) for axis in axes.batch + axes.free]
     extents = [prod(_extents(x, each)) for each in axes]
-    x = jnp.transpose(x, sum(axes, ())).reshape(extents)
+    k = extents[-1]
+    x = jnp.transpose(x, (*kept, *axes.summed)).reshape(*(_extents(x, kept) or [1]), k)
     values, scales, scale = block_codes.rounded(x, -1, rule, jnp, step)
-    if rule.block_scale != "float32":
-        return values, scales, scale
-    high, wide = rule.block
-    each = jnp.moveaxis(scales, -1, -2)
-    each = jnp.repeat(each, high, -2)
-    each = jnp.repeat(each, wide, -1)[:, : extents[1], : extents[2]]
-    return values.astype(jnp.float32) * each, None, scale
+    if rule.block_scale == "float32":
+        high, wide = rule.block
+        each = jnp.moveaxis(scales, -1, -2)
+        each = jnp.repeat(each, high, -2)
+        each = jnp.repeat(each, wide, -1)[..., : x.shape[-2], :k]
+        values = values.astype(jnp.float32) * each
+        scales = None
+    if kept:
+        values = jnp.transpose(values, (*order, len(order)))
+    if scales is not None:
+        scales = jnp.transpose(scales.reshape(x.shape[: len(kept)]), order).reshape(extents[:2])
+    return values.reshape(extents), scales, scale
 
 
 def _of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:

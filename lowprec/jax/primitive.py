@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -173,12 +174,15 @@ def _batched(
     operands: tuple[Any, ...], mapped: tuple[int | None, ...], *, dimensions: Dimensions, out_sharding: Any, **rest: Any
 ) -> tuple[Any, int]:
     """Return the product of operands with a mapped axis: a batch axis where both have it, else a free one."""
-    of_a, of_b, *of_step = mapped
-    if any(axis is not None for axis in of_step):
+    if any(axis is not None for axis in mapped[2:]):
         raise UnsupportedError(
             "the step of stochastic rounding differs along an axis that vmap maps; map the operands only"
         )
+    # First, because blocks and random numbers depend on the order of the axes.
+    operands = tuple(x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, mapped, strict=True))
+    mapped = tuple(None if axis is None else 0 for axis in mapped)
     a, b, *_ = operands
+    of_a, of_b, *_ = mapped
     summed: Any = tuple(map(_shifted, dimensions[0], mapped))
     batch: Any = tuple(map(_shifted, dimensions[1], mapped))
     if of_a is not None and of_b is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowprec.arrays import library_of
 from lowprec.core.call import Call
@@ -82,18 +83,24 @@ def _array(name: str, x: Any) -> jax.Array:
 
 
 def _product(a: Any, b: Any, step: Any, how: dict[str, str]) -> Any:
-    axes: tuple[int, ...] = ()
-    if a.ndim > 2 and b.ndim > 2:
-        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        axes = tuple(range(len(batch)))
-        a = jnp.broadcast_to(a, batch + a.shape[-2:])
-        b = jnp.broadcast_to(b, batch + b.shape[-2:])
-    first = max(b.ndim - 2, 0)
-    summed = ((a.ndim - 1,), (first,))
-    out = dot_general(a, b, step, dimensions=(summed, (axes, axes)), **how)
-    if a.ndim == 2 < b.ndim:
-        out = jnp.moveaxis(out, 0, -2)
-    return out
+    """Multiply stacks of matrices; axes along which an operand is broadcast are free axes of the other one."""
+    ndim = max(a.ndim, b.ndim)
+    over_a, over_b = (dict(zip(range(ndim - x.ndim, ndim - 2), x.shape, strict=False)) for x in (a, b))
+    both = over_a.keys() & over_b.keys()
+    ones_a = [axis for axis in sorted(both) if over_a[axis] == 1 != over_b[axis]]
+    ones_b = [axis for axis in sorted(both) if over_b[axis] == 1 != over_a[axis]]
+    a = jnp.squeeze(a, [axis - ndim + a.ndim for axis in ones_a])
+    b = jnp.squeeze(b, [axis - ndim + b.ndim for axis in ones_b])
+    of_a = [axis for axis in over_a if axis not in ones_a]
+    of_b = [axis for axis in over_b if axis not in ones_b]
+    batch = [axis for axis in of_a if axis in of_b]
+    axes = (tuple(map(of_a.index, batch)), tuple(map(of_b.index, batch)))
+    summed = ((a.ndim - 1,), (max(b.ndim - 2, 0),))
+    out = dot_general(a, b, step, dimensions=(summed, axes), **how)
+    # Axes of the result: batch, those of ``a``, those of ``b``.
+    order = [*batch, *(x for x in of_a if x not in batch), *[ndim - 2] * (a.ndim > 1)]
+    order += [*(x for x in of_b if x not in batch), *[ndim - 1] * (b.ndim > 1)]
+    return lax.transpose(out, sorted(range(len(order)), key=order.__getitem__))
 
 
 def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:

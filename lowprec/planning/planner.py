@@ -163,6 +163,8 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     on_gpu = capabilities.compute_capability is not None
     if on_gpu:
         layout = _following_c(problem, layout)
+        if layout.collapsed and b_rule is not None and b_rule.is_stochastic and len(problem.b.shape) > 2:
+            layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
         a_dtype, b_dtype = types_on_gpu(rules, mode, layout, capabilities, not piece, problem.k_chunk)
         piece = 0
     else:

@@ -82,7 +82,11 @@ def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     is_narrow = problem.has_blocks or problem.is_scaled or problem.a.dtype.is_float8 or problem.b.dtype.is_float8
     if is_narrow and compute_dtype.bits <= 32:
         legal = tuple(dict.fromkeys((*legal, *DType.FLOAT8_E4M3FN.results)))
-    dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
+    default = legal[0]
+    given = [x.dtype for x in (problem.a, problem.b) if x.blocks is None]
+    if len(given) == 1 and given[0] in (DType.FLOAT16, DType.BFLOAT16):
+        default = given[0]
+    dtype = problem.out_dtype or (problem.out.dtype if problem.out else default)
     words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
     if dtype not in legal:
         choices = " or ".join(map(str, legal))

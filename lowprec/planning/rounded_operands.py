@@ -94,9 +94,17 @@ def _is_float8(rule: Rule | None) -> bool:
 
 
 def rounded_spec(spec: OperandSpec, rule: Rule | None, dtype: DType) -> OperandSpec:
+    """Return the description of rounded numbers, without gaps, if there is a rule."""
     if rule is None:
         return spec
-    return OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
+    return OperandSpec(dtype, spec.shape, packed_strides(spec.shape, _distinct(spec, rule)))
+
+
+def _distinct(spec: OperandSpec, rule: Rule) -> tuple[int, ...]:
+    """Return the strides of an operand, without 0 along its batch if each of its numbers has own random bits."""
+    if not rule.is_stochastic:
+        return spec.strides
+    return (*(stride or 1 for stride in spec.strides[:-2]), *spec.strides[-2:])
 
 
 def in_codes(problem: GemmProblem, rules: Rules) -> GemmProblem | None:
@@ -122,7 +130,7 @@ def _coded(spec: OperandSpec, axis: int, rule: Rule) -> OperandSpec:
     order = (0, 1)
     if axis == -2:
         order = (1, 0)
-    wanted = (*spec.strides[:-2], *order[-len(shape) :])
+    wanted = (*_distinct(spec, rule)[:-2], *order[-len(shape) :])
     strides = packed_strides(tuple(shape), wanted)
     dtype = DType.BFLOAT16
     if row.has_float_scales:

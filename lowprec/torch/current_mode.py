@@ -36,7 +36,7 @@ def current_mode() -> str:
 def _mode() -> str:
     """Return the name of the mode, without the step of a recipe, which would need a graph for each step."""
     mode = policy.resolve().mode
-    return str(mode.plannable if isinstance(mode, Recipe) else mode)
+    return str(mode.at(step=0) if isinstance(mode, Recipe) else mode)
 
 
 def _update(whole_process: bool = False) -> None:

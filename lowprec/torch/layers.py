@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,17 @@ from lowprec.modes import BoundName, Mode, ModeLike, Recipe, parse_mode
 from lowprec.planning import check_bound, check_rtol
 from lowprec.torch.current_mode import current_mode
 
+#: Numbers of layers, of 20 bits, in the order in which these are made.
+_numbers = itertools.cycle(range(1, 1 << 20))
 
-def _of_layer(mode: str | Mode) -> str:
-    """Return the name of a mode; a recipe knows that ``b`` is a weight."""
+
+def _of_layer(mode: str | Mode, number: int) -> str:
+    """Return the name of a mode; a recipe knows that ``b`` is a weight, and the layer's number unless it has one."""
     mode = parse_mode(mode)
     if isinstance(mode, Recipe) and mode.weight_block:
         mode = replace(mode, knows_weight=True)
+    if isinstance(mode, Recipe) and mode.rounding != "nearest" and not mode.layer:
+        mode = mode.at(layer=number)
     return str(mode)
 
 
@@ -39,6 +45,9 @@ class Linear(torch.nn.Linear):
         Instead of ``math_mode``: each forward product uses the cheapest mode within ``rtol``.
     backward_mode : str, MathMode or Recipe, optional
         Mode of the backward pass; by default the forward product's.
+    number : int, optional
+        Number from 1 to 2^20 - 1 by which the random numbers of recipes without a ``layer`` differ from those of other
+        layers; by default layers are numbered in the order in which they are made in the process.
 
     Raises
     ------
@@ -65,20 +74,22 @@ class Linear(torch.nn.Linear):
         rtol: float | None = None,
         bound: BoundName | None = None,
         backward_mode: ModeLike | None = None,
+        number: int | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.math_mode: Any = math_mode
         self.rtol = rtol
         self.bound: Any = bound
         self.backward_mode: Any = backward_mode
+        self.number: int = next(_numbers) if number is None else number
         if math_mode is not None:
-            self.math_mode = _of_layer(parse_mode(math_mode))
+            self.math_mode = _of_layer(parse_mode(math_mode), self.number)
         if rtol is not None:
             self.rtol = check_rtol(rtol)
         if bound is not None:
             self.bound = check_bound(bound).value
         if backward_mode is not None:
-            self.backward_mode = _of_layer(parse_mode(backward_mode, "backward_mode"))
+            self.backward_mode = _of_layer(parse_mode(backward_mode, "backward_mode"), self.number)
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
@@ -96,8 +107,8 @@ class Linear(torch.nn.Linear):
         if has_torch_function((self.weight,)):
             return super().forward(input)
         mode = self.math_mode
-        if mode is None and self.rtol is None and "weight_block" in (current := current_mode()):
-            mode = _of_layer(current)
+        if mode is None and self.rtol is None and "(" in (current := current_mode()):
+            mode = _of_layer(current, self.number)
         return linear(
             input, self.weight, self.bias,
             math_mode=mode, rtol=self.rtol, bound=self.bound, backward_mode=self.backward_mode,

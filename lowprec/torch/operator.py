@@ -136,8 +136,9 @@ def mode_of_pass(mode: str, product: Pass) -> str:
 
 
 def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of an operand of this shape and type: summed where its batch was broadcast."""
-    gradient = gradient.sum_to_size(shape)
+    """Return the gradient of an operand of this shape and type."""
+    if gradient.shape != shape:
+        gradient = gradient.reshape(shape)
     if gradient.is_complex() and not dtype.is_complex:
         gradient = gradient.real
     return gradient.to(dtype)
@@ -158,16 +159,41 @@ def operand_gradients(
 
     for_a = for_b = None
     if needed[0]:
-        for_a = _operand_gradient(product(gradient, b.mH, "grad_input"), *ctx.of_a)
+        x, y = _over_batch(gradient, b, ctx.of_a[0], -1)
+        for_a = _operand_gradient(product(x, y.mH, "grad_input"), *ctx.of_a)
     if needed[1]:
-        if len(ctx.of_b[0]) == 2 and a.ndim > 2:
-            # One product over all rows instead of a sum over the batch, which may have no elements. PyTorch's legacy
-            # batching has no rule for flatten.
-            rows = math.prod(a.shape[:-1])
-            a = a.reshape(rows, a.shape[-1])
-            gradient = gradient.reshape(rows, gradient.shape[-1])
-        for_b = _operand_gradient(product(a.mH, gradient, "grad_weight"), *ctx.of_b)
+        x, y = _over_batch(gradient, a, ctx.of_b[0], -2)
+        for_b = _operand_gradient(product(y.mH, x, "grad_weight"), *ctx.of_b)
     return for_a, for_b
+
+
+def _over_batch(gradient: Tensor, other: Tensor, shape: torch.Size, inner: int) -> tuple[Tensor, Tensor]:
+    """Return both factors of an operand's gradient, ``inner`` with the axes along which the operand was broadcast.
+
+    That is one product instead of a sum of several, as in JAX.
+    """
+    batch = gradient.shape[:-2]
+    if shape[:-2] == batch:
+        return gradient, other
+    own = (1,) * (len(batch) + 2 - len(shape)) + shape[:-2]
+    of_other = (1,) * (len(batch) + 2 - other.ndim) + other.shape[:-2]
+    summed = [i for i, n in enumerate(own) if n == 1 != of_other[i]]
+    other = other.reshape(*of_other, *other.shape[-2:])
+    return _with_inner(gradient, summed, inner), _with_inner(other, summed, inner)
+
+
+def _with_inner(x: Tensor, axes: list[int], inner: int) -> Tensor:
+    """Make axes of the batch, which may have no elements, part of the last axis (-1) or the one before it (-2)."""
+    kept = [i for i in range(x.ndim - 2) if i not in axes]
+    order = [*kept, *axes, x.ndim - 2, x.ndim - 1]
+    if inner == -1:
+        order = [*kept, x.ndim - 2, *axes, x.ndim - 1]
+    shape = [x.shape[i] for i in (*kept, x.ndim - 2, x.ndim - 1)]
+    shape[inner] *= math.prod(x.shape[i] for i in axes)
+    # PyTorch's legacy batching has no rule for flatten.
+    if order != sorted(order):
+        x = x.permute(order)
+    return x.reshape(shape)
 
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset

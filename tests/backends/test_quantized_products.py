@@ -463,7 +463,7 @@ def test_integers_in_blocks_have_the_same_bits_everywhere(of_a, fmt, moderate, m
 @pytest.mark.parametrize("of_b", [None, *BLOCKS_OF_B])
 @pytest.mark.parametrize("mode", ["int8_blocks", lowprec.Recipe("int8_blocks", rounding="stochastic", seed=1)], ids=str)
 def test_int8_in_blocks_has_the_same_bits_everywhere(mode, of_b, monkeypatch):
-    """Weights by the mode, and quantised ones; int4 with zeros. A batch that is broadcast has the rows' bits."""
+    """Weights by the mode, and quantised ones; int4 with zeros. The first matrix of a batch has the matrix's bits."""
     monkeypatch.setattr(products, "_ALONE", 0)
     rng = np.random.default_rng(9)
     for m, n, k in [(1, 70, 500), (3, 5, 7), (40, 130, 1030)]:
@@ -484,7 +484,7 @@ def test_int8_in_blocks_has_the_same_bits_everywhere(mode, of_b, monkeypatch):
                     for x in (a, np.asfortranarray(a), np.broadcast_to(a, (2, m, k))):
                         for y in (weight, prepared):
                             found = lowprec.matmul(x, y, math_mode=mode)
-                            np.testing.assert_array_equal(found, np.broadcast_to(want, found.shape))
+                            np.testing.assert_array_equal(found.reshape(-1, m, n)[0], want)
 
 
 def test_scales_whose_product_overflows_leave_zeros_alone():
@@ -505,3 +505,17 @@ def test_scales_whose_product_overflows_leave_zeros_alone():
         assert products(codes, codes, (254, 254), (100, 100)) == 36 * 64 * 2.0**100
         assert products(codes, codes, (254, 254), (254, 254)) == np.inf
         assert np.isnan(products(zeros, codes, (255, 127), (127, 127)))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int8", "int4"])
+@pytest.mark.parametrize("mode", ["fp32", "mxfp8", "int8"])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+def test_the_result_has_the_type_of_the_other_operand(name, mode, dtype):
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((4, 64), np.float32).astype(dtype), rng.standard_normal((8, 64), np.float32)
+    stored = lowprec.quantize(weight, name).T
+    found = lowprec.matmul(x, stored, math_mode=mode)
+    wide = lowprec.matmul(x, stored, math_mode=mode, out_dtype="float32")
+    assert found.dtype == dtype == lowprec.matmul(stored.T, x.T, math_mode=mode).dtype
+    assert np.array_equal(found, wide.astype(dtype)), "rounded once"
+    assert lowprec.plan(x, stored, math_mode=mode).out_dtype.label == dtype

@@ -7,6 +7,7 @@ import lowprec
 from lowprec import recipes
 from lowprec.modes import of_pass, parse_mode
 from lowprec.recipes import Recipe
+from support import cpu_units, machines
 
 RECIPES = [
     *recipes.MODES,
@@ -90,6 +91,30 @@ def test_a_layer_knows_its_weight(torch, lt):
     assert torch.allclose(backward[0], forward.sum(1), atol=1e-5), "both products see the same numbers of the weight"
 
 
+def test_each_layer_has_its_random_numbers(torch, lt):
+    recipe, x = Recipe("mxfp4", rounding="stochastic", seed=1), torch.randn(5, 64)
+    first = lt.Linear(64, 32, math_mode=recipe)
+    second, again = (lt.Linear.sharing(first, math_mode=recipe, number=n) for n in (None, first.number))
+    assert not torch.equal(first(x), second(x))
+    assert torch.equal(first(x), again(x))
+    expected = lowprec.linear(x, first.weight.detach(), first.bias.detach(), math_mode=recipe.at(layer=first.number))
+    assert torch.equal(first(x), expected)
+    first, second = (lt.Linear.sharing(first) for _ in range(2))
+    with lowprec.math_mode(recipe):
+        assert not torch.equal(first(x), second(x))
+    both = [Recipe.nvfp4_training(seed=1), Recipe("nvfp4", weight_block=(16, 16), rounding="stochastic", seed=1)]
+    for recipe in both:
+        found = []
+        for layer in (1, 2):
+            with lowprec.math_mode(recipe.at(3, layer)):
+                g = torch.autograd.grad((first(x) ** 2).sum(), first.weight)[0]
+                assert torch.equal(g, torch.autograd.grad((second(x) ** 2).sum(), second.weight)[0]), "told a layer"
+                found.append(g)
+        assert not torch.equal(*found)
+    with pytest.raises(lowprec.ModeError, match="layer of a recipe must be an integer"):
+        lt.Linear(4, 4, math_mode=recipe, number=1 << 20)
+
+
 def test_vmap_and_half_precision(torch):
     a, b = operands((3, 8, 64), (3, 64, 5))
     for mode in ("mxfp8", "int8", "fp8_blocks"):
@@ -98,6 +123,75 @@ def test_vmap_and_half_precision(torch):
             found = torch.vmap(lambda x, w: lowprec.matmul(x, w, math_mode=mode))(x, w)  # noqa: B023
             assert found.dtype == dtype
             assert torch.equal(found, torch.stack([lowprec.matmul(*y, math_mode=mode) for y in zip(x, w, strict=True)]))
+
+
+#: Shapes of operands, with axes along which one of them is broadcast.
+BROADCAST = [
+    ((1, 5, 40), (3, 40, 8)),
+    ((3, 5, 40), (1, 40, 8)),
+    ((5, 40), (3, 40, 8)),
+    ((3, 5, 40), (40, 8)),
+    ((2, 3, 5, 40), (2, 1, 40, 8)),
+    ((2, 1, 5, 40), (2, 3, 40, 8)),
+    ((1, 3, 5, 40), (2, 3, 40, 8)),
+    ((2, 1, 5, 40), (1, 3, 40, 8)),
+    ((40,), (3, 40, 8)),
+    ((3, 5, 40), (40,)),
+]
+STOCHASTIC = Recipe("mxfp4", rounding="stochastic", seed=1)
+
+
+@pytest.mark.parametrize("hidden", [(), cpu_units.UNITS], ids=["kernels", "numpy"])
+@pytest.mark.parametrize("mode", [STOCHASTIC, Recipe(("int8_blocks", "mxfp4"), rounding="stochastic", seed=1), "mxfp4"])
+def test_a_broadcast_view_has_the_bits_of_its_copy(mode, hidden):
+    a, b = operands((2, 1, 5, 40), (3, 40, 8))
+    square, batch = b[0, :5, :5], (2, 3, 4)
+    with machines.without(hidden):
+        for x, y in [
+            (np.broadcast_to(a, (2, 3, 5, 40)), b),
+            (np.broadcast_to(a, (4, 2, 3, 5, 40)), b),
+            (a, np.broadcast_to(b[0], (2, 3, 40, 8))),
+            (np.broadcast_to(a[..., :1, :], a.shape), np.broadcast_to(b[..., :1], b.shape)),
+            (np.broadcast_to(a.swapaxes(-1, -2), (2, 3, 40, 5)).swapaxes(-1, -2), b),
+            (np.broadcast_to(square.T, (*batch, 5, 5)), np.broadcast_to(square, (*batch, 5, 5))),
+        ]:
+            expected = lowprec.matmul(x.copy(), y.copy(), math_mode=mode)
+            assert np.array_equal(lowprec.matmul(x, y, math_mode=mode), expected), (x.shape, y.shape)
+
+
+@pytest.mark.parametrize("mode", [STOCHASTIC, "fp8_blocks", "nvfp4"], ids=str)
+@pytest.mark.parametrize(("of_a", "of_b"), BROADCAST, ids=str)
+def test_jax_rounds_a_broadcast_operand_once(jax, of_a, of_b, mode):
+    a, b = operands(of_a, of_b)
+    found = jax.jit(lambda x, y: lowprec.matmul(x, y, math_mode=mode))(a, b)
+    assert np.allclose(found, lowprec.matmul(a, b, math_mode=mode), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", Recipe("mxfp8", rounding="stochastic", seed=1)], ids=str)
+@pytest.mark.parametrize(("of_a", "of_b"), BROADCAST, ids=str)
+def test_gradients_of_broadcast_operands_are_one_product(torch, jax, of_a, of_b, mode):
+    if of_a[0] < of_b[0] == 2 and isinstance(mode, Recipe):
+        pytest.skip("the gradient has its axes in another order in JAX, and so its random numbers")
+    a, b = operands(of_a, of_b)
+    x, y = (torch.from_numpy(v).requires_grad_() for v in (a, b))
+    out = lowprec.matmul(x, y, math_mode=mode)
+    (g,) = operands(tuple(out.shape), seed=1)
+    found = torch.autograd.grad(out, (x, y), torch.from_numpy(g))
+    _, pull = jax.vjp(lambda x, y: lowprec.matmul(x, y, math_mode=mode), *map(jax.numpy.asarray, (a, b)))
+    for one, other in zip(found, pull(g), strict=True):
+        assert np.allclose(one.numpy(), other, rtol=1e-5, atol=1e-4), "sums in another order"
+    if (of_a, of_b) == ((5, 40), (3, 40, 8)):
+        of = parse_mode(mode)
+        wide = [v.reshape(-1, 24) for v in (g.swapaxes(0, 1), b.swapaxes(0, 1))]
+        assert np.array_equal(found[0], lowprec.matmul(wide[0], wide[1].T, math_mode=of_pass(of, "grad_input")))
+
+
+def test_jax_maps_any_axis_as_the_first(jax):
+    a, b = operands((5, 40, 3), (40, 3, 8))
+    for mode in (STOCHASTIC, "fp8_blocks"):
+        found = jax.vmap(lambda x, y: lowprec.matmul(x, y, math_mode=mode), (2, 1))(a, b)  # noqa: B023
+        expected = lowprec.matmul(np.moveaxis(a, 2, 0), np.moveaxis(b, 1, 0), math_mode=mode)
+        assert np.allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 # -- JAX ------------------------------------------------------------------------------------------

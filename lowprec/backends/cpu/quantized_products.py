@@ -69,8 +69,10 @@ class Codes(NamedTuple):
     zeros: Any = None
 
 
-def _once(x: Any) -> Any:
-    """Return the matrices of a batch without the copies of a broadcast one."""
+def _once(x: Any, rule: Rule) -> Any:
+    """Return the matrices of a batch without the copies of a broadcast one, unless random bits differ between these."""
+    if rule.is_stochastic:
+        return x
     return x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
 
 
@@ -78,7 +80,7 @@ def _coded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Rounde
     """Round an operand to codes; matrices of a broadcast batch once."""
     assert spec.blocks is not None
     row = spec.blocks.row
-    once = _once(view.ndarray())
+    once = _once(view.ndarray(), rule)
     with np.errstate(all="ignore"):
         if row.has_float_scales:
             values, found, scale = block_codes.rounded(np.atleast_2d(once), inner, rule, np)
@@ -100,7 +102,7 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
     if spec.blocks is not None:
         return _coded(view, inner, rule, spec)
     x = np.atleast_2d(view.ndarray())
-    once = _once(x)
+    once = _once(x, rule)
     with np.errstate(all="ignore"):
         values, scales, scale = block_codes.rounded(once, inner, rule, np)
     scale = float(scale)

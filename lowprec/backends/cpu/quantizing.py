@@ -33,7 +33,7 @@ def describe(
 
     ``source`` has float32, bfloat16 or float16 numbers. ``to`` has no gaps, and bfloat16 numbers with the scales of
     their blocks but without float32 scales, or int8; or codes, in whole blocks along k, whose scales are apart.
-    Matrices of a broadcast batch are rounded once.
+    Matrices of a batch along which ``to`` is broadcast are rounded once.
     """
     strides = source.row_stride, source.col_stride, to.row_stride, to.col_stride
     vectors, k = source.rows, source.cols
@@ -48,7 +48,7 @@ def describe(
     elif rule.block_scale == "float32":
         along_k, across = -(-k // rule.block[1]), -(-vectors // rule.block[0])
         steps = along_k * across, 1, across
-    batch = [n if stride else 1 for n, stride in zip(source.batch_shape, source.batch_strides, strict=True)]
+    batch = [n if stride else 1 for n, stride in zip(to.batch_shape, to.batch_strides, strict=True)]
     offsets = [library.offsets(zip(batch, x.batch_strides, strict=True)) for x in (source, to)]
     described = library.Quantizer(prod(batch), vectors, k, *strides, *map(data_pointer, offsets), *steps)
     described.codes = to_codes

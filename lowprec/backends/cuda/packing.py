@@ -237,9 +237,8 @@ def _by_tiles(
 def _prepare_quantizing(packing: Packing, rule: Rule, device: int, operand: str) -> tuple[Step, ...]:
     """Return the steps of the quantising packing on ``device``, which must be current."""
     source = packing.source
-    # Random numbers belong to the distinct matrices of a broadcast batch.
     shape = (*source.batch_shape, 1, 1)
-    strides = (*source.batch_strides, 1, 1)
+    strides = (*(packing.numbers or source.batch_strides), 1, 1)
     numbers = packed_strides(shape, strides)[:-2]
     batches = list(launch_batches(batch_dimensions(source.batch_shape, source.batch_strides, numbers), 2))
     first = 0  # of the bytes that are cleared: the padding of scales, and the largest magnitudes

@@ -64,6 +64,7 @@ class Packing:
     #: exponents are, a float32 number for each row or as a mode of cuBLASLt has them; otherwise they are multiplied in.
     rule: Rule | None = None
     scale_mode: str = ""  # name in ``cublasLtMatmulMatrixScale_t``; empty if a kernel applies the scales
+    numbers: tuple[int, ...] = ()  # strides of the batch, not 0 where random numbers differ; by default the source's
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
 
     @property

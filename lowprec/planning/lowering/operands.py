@@ -7,7 +7,7 @@ from dataclasses import replace
 from lowprec.formats import BlockFormat, DType
 from lowprec.modes import row
 from lowprec.planning.cublaslt.calls import PACKED, STEP_BYTES, ComplexAs, Packing
-from lowprec.planning.layout import MatrixStack
+from lowprec.planning.layout import MatrixStack, stacked_layout
 from lowprec.planning.lowering.inputs import BLOCKED_K_STEP, Inputs, Name, multiple, padded, reads_k_contiguous
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.recipes import Rule
@@ -118,7 +118,9 @@ def _pack(inputs: Inputs, stack: MatrixStack, name: Name, reason: Reason, parts:
         transposed = name == "b"
     source = stack.transposed if transposed else stack
     # The powers of two differ between the products of a batch, so a scaled matrix is packed for each.
-    if not any(stack.batch_strides) and (rule or not scaled):
+    numbers = _numbers(inputs, stack, name)
+    if not any(numbers) and (rule or not scaled):
+        numbers = ()
         source = replace(source, batch_shape=(), batch_strides=())
     complex_as: ComplexAs = "no"
     if inputs.as_real:
@@ -135,11 +137,30 @@ def _pack(inputs: Inputs, stack: MatrixStack, name: Name, reason: Reason, parts:
     elif name == "a" and inputs.k_contiguous:
         rows = max(rows, inputs.rows)
     packing = Packing(
-        source, dtype, leading, rows, scaled, complex_as, rule=rule, scale_mode=scale_mode, reasons=(reason,)
+        source,
+        dtype,
+        leading,
+        rows,
+        scaled,
+        complex_as,
+        rule=rule,
+        scale_mode=scale_mode,
+        reasons=(reason,),
+        numbers=numbers,
     )
     if parts > 1:
         packing = _split(packing, inputs, name, parts, side_by_side)
     return packing, transposed
+
+
+def _numbers(inputs: Inputs, stack: MatrixStack, name: Name) -> tuple[int, ...]:
+    """Return strides of the batch that are not 0 along axes of the array, each number of which has own random bits."""
+    rule = inputs.rule(name)
+    if not stack.batch_strides or rule is None or not rule.is_stochastic or not inputs.plan.quantized:
+        return stack.batch_strides
+    rounded = inputs.plan.quantized.inner.problem
+    layout = stacked_layout(rounded.a, rounded.b)
+    return (layout.b if name == "b" else layout.a).batch_strides
 
 
 def _packed_dtype(inputs: Inputs, stack: MatrixStack, rule: Rule | None) -> DType:
