@@ -263,8 +263,11 @@ def rules_of(mode: Mode) -> tuple[recipes.Rule, recipes.Rule]:
 def of_pass(mode: Mode, product: recipes.Pass) -> Mode:
     """Return the mode of one of the three products of a layer."""
     if isinstance(mode, MathMode):
-        return mode
-    return mode.of(product)
+        if mode is not MathMode.FP8_BLOCKS:
+            return mode
+        mode = Recipe(mode.value)
+    found = mode.in_pass(product)
+    return found if isinstance(found, Recipe) else MathMode(found)
 
 
 def available_modes() -> tuple[MathMode, ...]:

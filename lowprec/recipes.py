@@ -1,135 +1,29 @@
-"""Recipes: how a quantising mode rounds the operands of a product and of its two gradients.
-
-A format is a row of ``FORMATS``. Its rule states the elements, the scales and the rounding of one operand.
-"""
+"""Recipes: how a quantising mode rounds the operands of a product and of its two gradients."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from lowprec import formats
 from lowprec.errors import ModeError, did_you_mean, quoted
-from lowprec.formats import BlockFormat, NumberFormat
+from lowprec.rules import FORMATS, Rule
 
-ScaleRule: TypeAlias = Literal["floor", "rceil"]
+ScaleRule: TypeAlias = Literal["floor", "rceil", "even"]
 Rounding: TypeAlias = Literal["nearest", "stochastic", "stochastic_gradients"]
 Pass: TypeAlias = Literal["forward", "grad_input", "grad_weight"]
 
 #: The bit of a stream where the step begins.
 STEP_BIT = 23
 
-
-class Rule(NamedTuple):
-    """How one operand is rounded along the inner axis k: plain numbers and short strings."""
-
-    elements: str  # key of `formats.ELEMENTS`
-    scaling: str  # "tensor", "vector" (along k), "block"
-    block: tuple[int, int] = (1, 0)  # vectors and elements along k with a common scale
-    block_scale: str = ""  # "floor" and "rceil": powers of two; "e4m3" with a scale of the tensor; "float32"
-    rounding: str = "nearest"
-    seed: int = 0  # key of the random numbers and of the Hadamard transform's signs
-    stream: int = 0  # step, layer, pass and operand: part of the generator's counter
-    hadamard: int = 0  # length of the transform along k before rounding; 0 for none
-
-    @property
-    def number_format(self) -> NumberFormat | None:
-        """The format of the elements; None for integers."""
-        if self.elements == "int8":
-            return None
-        return formats.ELEMENTS[self.elements]
-
-    @property
-    def codes(self) -> str:
-        """Name of the format of integers in blocks to which the rule rounds; empty if it is none."""
-        if self.block[0] > 1:
-            return ""
-        return _CODES.get((self.elements, self.block_scale), "")
-
-    @property
-    def is_stochastic(self) -> bool:
-        return self.rounding == "stochastic"
-
-    def drawn(self, draw: int, operand: int) -> Rule:
-        """Return the rule with the stream of random numbers of an operand, 0 or 1, of a product (`Recipe.draw`)."""
-        if not self.is_stochastic:
-            return self
-        return self._replace(stream=2 * draw + operand)
-
-    @property
-    def has_tensor_scale(self) -> bool:
-        return self.scaling == "tensor" or self.block_scale == "e4m3"
-
-    @property
-    def marks_elements(self) -> bool:
-        """Whether a number that is not finite becomes NaN alone, and not its whole block or vector."""
-        has_wide_scales = self.scaling != "block" or self.block_scale == "float32"
-        return self.elements != "int8" and has_wide_scales
-
-    def __str__(self) -> str:
-        """Return the format as a phrase."""
-        text = self.elements.upper().replace("INT", "int")
-        vectors, length = self.block
-        if self.scaling == "tensor":
-            text += ", one float32 scale"
-        elif self.scaling == "vector":
-            text += ", a float32 scale per vector along k"
-        elif vectors == 1:
-            text += f" in blocks of {length} along k with {_SCALES[self.block_scale]}"
-        else:
-            text += f" in blocks of {vectors} x {length} with {_SCALES[self.block_scale]}"
-        if self.hadamard:
-            text += f", after a Hadamard transform of {self.hadamard}"
-        if self.is_stochastic:
-            text += ", rounded stochastically"
-        return text
-
-
-_CODES = {
-    ("e2m1", "floor"): "mxfp4",
-    ("e2m1", "rceil"): "mxfp4",
-    ("e2m1", "e4m3"): "nvfp4",
-    ("int8", "float32"): "int8_blocks",
-}
-_SCALES = {
-    "floor": "powers of two as scales",
-    "rceil": "powers of two, rounded up, as scales",
-    "e4m3": "E4M3 scales and one float32 scale",
-    "float32": "float32 scales",
-}
-
-
-_BLOCK_SCALES = {formats.FLOAT8_E8M0FNU: "floor", formats.FLOAT8_E4M3FN: "e4m3", formats.FLOAT32: "float32"}
-
-
-def _rules_of(row: BlockFormat, elements: str) -> tuple[Rule, Rule]:
-    """Return the rules of ``a`` and ``b`` for a format, with elements of this name."""
-    if row.scales is None:
-        rule = Rule(elements, "tensor")
-    elif row.block == formats.WHOLE:
-        rule = Rule(elements, "vector")
-    else:
-        rule = Rule(elements, "block", (1, row.block), _BLOCK_SCALES[row.scales])
-    if row.square:
-        return rule, rule._replace(block=(row.block, row.block))
-    return rule, rule
-
-
-_MODES = {row.name: row for row in formats.NARROW if row.is_mode}
-_ELEMENTS = {fmt: name for name, fmt in formats.ELEMENTS.items()}
-#: Rules of ``a`` and ``b`` by name; each mode that quantises is one of these.
-FORMATS = {name: _rules_of(row, _ELEMENTS[row.elements]) for name, row in _MODES.items()}
-FORMATS |= {
-    f"{name}_e5m2": _rules_of(row, "e5m2") for name, row in _MODES.items() if row.elements is formats.FLOAT8_E4M3FN
-}
 #: Formats that are modes: E5M2 is for gradients alone.
-MODES = tuple(_MODES)
+MODES = tuple(row.name for row in formats.NARROW if row.is_mode)
 
 _PAIRS = ("forward", "grad_input", "grad_weight")
 _LEGAL: dict[str, tuple[Any, ...]] = {
-    "scale_rule": ("floor", "rceil"),
+    "scale_rule": ("floor", "rceil", "even"),
     "rounding": ("nearest", "stochastic", "stochastic_gradients"),
     "hadamard": (0, 16),
     "weight_block": (None, (16, 16)),
@@ -153,10 +47,13 @@ class Recipe:
         ``"mxfp4"``, ``"nvfp4"``, ``"int8"``, ``"int8_blocks"``, or one of the first four with E5M2 elements
         (``"fp8_e5m2"``).
     grad_input, grad_weight : str or pair of str, optional
-        Formats of the products of the backward pass; by default those of ``forward``.
-    scale_rule : {"floor", "rceil"}
+        Formats of the products of the backward pass; by default those of ``forward``. Also a mode that does not
+        quantise: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bf16x3"`` or ``"bf16x6"``.
+    scale_rule : {"floor", "rceil", "even"}
         Scales of the MX formats: rounded down as in the OCP specification, which clips the largest numbers of a block,
-        or up as by cuBLAS and TransformerEngine.
+        up as by cuBLAS and TransformerEngine, or down from the largest number as it is rounded to the precision of the
+        elements. ``"rceil"`` also rounds the float32 scales of ``"fp8"``, ``"fp8_rows"`` and ``"fp8_blocks"`` up to
+        powers of two.
     rounding : {"nearest", "stochastic", "stochastic_gradients"}
         Stochastic rounding of all operands, or of gradients alone.
     seed : int, optional
@@ -215,6 +112,7 @@ class Recipe:
                 raise ModeError(f"{name} of a recipe must be one of {choices}, got {quoted(value)}")
         for name, bits in (("seed", 64), ("step", 40), ("layer", 20)):
             object.__setattr__(self, name, _checked_integer(name, getattr(self, name), bits))
+        self._check_effects()
         if self.seed is None and (self.rounding != "nearest" or self.hadamard):
             measure = "a Hadamard transform" if self.hadamard else "stochastic rounding"
             raise ModeError(f"a recipe with {measure} needs a seed; pass seed=")
@@ -224,6 +122,25 @@ class Recipe:
             value = f"{value}({given})"
         # An attribute, because PyTorch's compiler reads it.
         object.__setattr__(self, "value", value)
+
+    def _check_effects(self) -> None:
+        """Raise ModeError for an option that changes none of the three products."""
+        rules = [rule for name in _PAIRS for rule in _formats_of(self, name)]
+        options = {
+            "scale_rule": self.scale_rule == "floor" or any(_ruled(rule, self.scale_rule) != rule for rule in rules),
+            "weight_block": not self.weight_block or any(rule.block_scale == "e4m3" for rule in rules),
+        }
+        for name, has_effect in options.items():
+            if not has_effect:
+                text = _text(getattr(self, name))
+                raise ModeError(f"{name}={text} has no effect on a recipe of {_text(self.forward)}; omit {name}=")
+
+    def in_pass(self, product: Pass) -> str | Recipe:
+        """Return the recipe of one of the three products, or the name of a mode that does not quantise."""
+        names = getattr(self, product)
+        if isinstance(names, str) and names in PLAIN:
+            return names
+        return self.of(product)
 
     @classmethod
     def fp8_training(cls) -> Recipe:
@@ -357,6 +274,8 @@ def _checked_pair(name: str, value: Any) -> Any:
     pair = _pair(value)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ModeError(f"{name} of a recipe is a format or a pair of formats, got {quoted(value)}")
+    if isinstance(value, str) and value in PLAIN and name != "forward":
+        return str(value)
     for each in pair:
         if not isinstance(each, str) or each not in FORMATS:
             raise ModeError(
@@ -372,6 +291,8 @@ def _checked_pair(name: str, value: Any) -> Any:
     return a, b
 
 
+#: Modes that do not quantise, for the products of the backward pass.
+PLAIN = ("fp32", "tf32", "bf16", "fp16", "bf16x3", "bf16x6")
 #: Formats whose products are with the same format alone.
 _ALONE = ("int8", "fp8_blocks")
 
@@ -393,10 +314,31 @@ _GRADIENTS = {"forward": (False, False), "grad_input": (True, False), "grad_weig
 _WEIGHTS = {"forward": (False, True), "grad_input": (False, True), "grad_weight": (False, False)}
 
 
+def _formats_of(recipe: Recipe, product: str) -> tuple[Rule, ...]:
+    """Return the rules of the formats of both operands of a product, none for a mode that does not quantise."""
+    names = getattr(recipe, product) or recipe.forward
+    if names in PLAIN:
+        return ()
+    a, b = _pair(names)
+    return FORMATS[a][0], FORMATS[b][1]
+
+
 @cache
 def _rules(recipe: Recipe) -> tuple[Rule, Rule]:
-    a, b = _pair(getattr(recipe, recipe.product) or recipe.forward)
-    return _refined(FORMATS[a][0], recipe, 0), _refined(FORMATS[b][1], recipe, 1)
+    rules = _formats_of(recipe, recipe.product)
+    if not rules:
+        raise ModeError(f"the product {recipe.product} of the recipe {recipe} does not quantise")
+    a, b = rules
+    return _refined(a, recipe, 0), _refined(b, recipe, 1)
+
+
+def _ruled(rule: Rule, scale_rule: str) -> Rule:
+    """Return the rule of a format with the scales of a recipe."""
+    if rule.block_scale == "floor":
+        return rule._replace(block_scale=scale_rule)
+    if scale_rule == "rceil" and rule.elements in ("e4m3", "e5m2"):
+        return rule._replace(power_scales=True)
+    return rule
 
 
 def _refined(rule: Rule, recipe: Recipe, operand: int) -> Rule:
@@ -404,8 +346,9 @@ def _refined(rule: Rule, recipe: Recipe, operand: int) -> Rule:
     seed = recipe.seed or 0
     is_gradient = _GRADIENTS[recipe.product][operand]
     is_weight = recipe.knows_weight and _WEIGHTS[recipe.product][operand]
-    if rule.block_scale == "floor":
-        rule = rule._replace(block_scale=recipe.scale_rule)
+    rule = _ruled(rule, recipe.scale_rule)
+    if recipe.product == "grad_weight" and rule.block_scale == "float32":
+        rule = rule._replace(block=(1, rule.block[1]))  # both operands are activations or gradients
     if is_weight and recipe.weight_block and rule.block_scale == "e4m3":
         rule = rule._replace(block=recipe.weight_block)
     if recipe.rounding == "stochastic" or (recipe.rounding == "stochastic_gradients" and is_gradient):

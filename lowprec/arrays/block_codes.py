@@ -139,7 +139,7 @@ def _scales_by_rule(magnitude: Any, rule: Rule, to: NumberFormat, xp: Any) -> tu
         kind = rule.block_scale
     if rule.marks_elements:
         blocks = counted
-    found = _scales(xp.amax(blocks, (-3, -1)), kind, to, whole, xp)
+    found = _scales(xp.amax(blocks, (-3, -1)), kind, to, whole, xp, rule.power_scales)
     divisors, multipliers, usable = (_spread(x, high, wide, magnitude.shape, xp) for x in found[1:4])
     return whole, found, found._replace(divisors=divisors, multipliers=multipliers, usable=usable)
 
@@ -168,7 +168,7 @@ def _tensor_scale(rule: Rule, counted: Any, to: NumberFormat, xp: Any) -> Any:
         largest = to.largest
         if rule.scaling == "block":
             largest *= FLOAT8_E4M3FN.largest
-        return _float_scale(xp.amax(counted), largest, xp)
+        return _float_scale(xp.amax(counted), largest, xp, rule.power_scales)
     return one
 
 
@@ -314,24 +314,26 @@ def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp:
     return _in_bytes(codes, row, xp), scales, converted(zeros, xp.uint8)
 
 
-def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any) -> _Scales:
+def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any, powers: bool = False) -> _Scales:
     """Return the scales of blocks by the bits of their largest magnitudes."""
     finite = peak < (INFINITY if peak.dtype == xp.int32 else OVERFLOW)
     if kind == "e4m3":
         return _e4m3_scales(peak, finite, to, whole, xp)
     if kind != "float32":
         return _power_scales(peak, finite, kind, to, xp)
-    scales = _float_scale(xp.where(finite, peak, 0), to.largest, xp)
+    scales = _float_scale(xp.where(finite, peak, 0), to.largest, xp, powers)
     scales = xp.where(finite, scales, float("nan"))
     return _Scales(scales, scales, xp.ones_like(scales), finite)
 
 
 def _power_scales(peak: Any, finite: Any, kind: str, to: NumberFormat, xp: Any) -> _Scales:
     scales = (peak >> 23) - to.emax
-    if kind == "rceil":
-        fraction = int((to.largest / 2.0**to.emax - 1) * HIDDEN)
-        clips = (peak & (HIDDEN - 1)) > fraction
-        scales = scales + converted(clips, xp.int32)
+    if kind != "floor":
+        limit = to.largest / 2.0**to.emax - 1  # of the fraction of a peak; above it the scale doubles
+        if kind == "even":
+            limit = 1 - 2.0**-to.precision - 1 / HIDDEN
+        doubles = (peak & (HIDDEN - 1)) > int(limit * HIDDEN)
+        scales = scales + converted(doubles, xp.int32)
     scales = xp.where(finite, xp.clip(scales, 0, 254), 255)
     reciprocals = xp.where(finite, 254 - scales, 127) << 23
     powers = xp.where(finite, _power(scales, xp), float("nan"))
@@ -353,12 +355,16 @@ def _e4m3_scales(peak: Any, finite: Any, to: NumberFormat, whole: Any, xp: Any) 
     return _Scales(scales, divisors, multipliers, finite & usable)
 
 
-def _float_scale(peak: Any, largest: float, xp: Any) -> Any:
-    """Return the float32 scales of blocks by the bits of their largest magnitudes."""
+def _float_scale(peak: Any, largest: float, xp: Any, powers: bool = False) -> Any:
+    """Return the float32 scales of blocks by the bits of their largest magnitudes; ``powers`` rounds them up."""
     number = peak.view(xp.float32 if peak.dtype == xp.int32 else xp.float64)
     scale = number / _unfolded(largest, peak, xp)
     scale = xp.where(scale < FLOAT32.smallest_normal, FLOAT32.smallest_normal, scale)
-    return converted(xp.where(peak > 0, scale, 1.0), xp.float32)
+    scale = converted(xp.where(peak > 0, scale, 1.0), xp.float32)
+    if not powers:
+        return scale
+    bits = scale.view(xp.int32) + (HIDDEN - 1)
+    return (bits & ~(HIDDEN - 1)).view(xp.float32)
 
 
 def _unfolded(number: float, like: Any, xp: Any) -> Any:

@@ -57,13 +57,14 @@ class QuantizedArray(Prepared):
     ----------
     codes, scales : array of uint8, shape (..., bytes) and (..., blocks)
         Codes of the numbers and of the blocks' scales (E8M0 or E4M3; None for ``"fp8"``), or float32 scales
-        (``"fp8_rows"``, ``"int8"``, ``"int4"``). The last axis is ``axis`` of the original array, padded with zeros to
-        whole blocks. Two codes of 4 bits share a byte, the first in the low half.
+        (``"fp8_rows"``, ``"int8"``, ``"int4"``), to which float16 and bfloat16 are converted. The last axis is ``axis``
+        of the original array, padded with zeros to whole blocks. Two codes of 4 bits share a byte, the first in the low
+        half.
     format : str
         Name of the format.
     shape, axis : tuple of int, and int
         Shape of the original array, and the axis of the blocks.
-    scale : float
+    scale : float, or array of shape ()
         Scale of the whole array, a positive float32 number. Required for ``"nvfp4"`` and ``"fp8"``; 1 for the others.
     zeros : array of uint8, shape (..., blocks), optional
         The codes of zero in the blocks of affine ``"int4"``.
@@ -100,12 +101,12 @@ class QuantizedArray(Prepared):
 
     def __post_init__(self) -> None:
         row = self._row
-        scale = self.scale
+        scale: float = _number(self.scale)
         try:
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
-        fields = {"format": row.name, "shape": whole, "axis": checked_axis(self.axis, len(whole))}
+        fields: dict[str, Any] = {"format": row.name, "shape": whole, "axis": checked_axis(self.axis, len(whole))}
         if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
             raise SettingError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
         if isnan(scale):
@@ -303,14 +304,22 @@ def checked_axis(axis: int, ndim: int) -> int:
         raise ShapeError(f"axis: {error}") from None
 
 
+def _number(scale: Any) -> Any:
+    """Return the number of a scalar array; other objects are returned unchanged."""
+    if not isinstance(scale, numbers.Real) and getattr(scale, "shape", None) == () and hasattr(scale, "item"):
+        return float(scale.item())
+    return scale
+
+
 def _checked_part(name: str, array: Any, is_float: bool) -> Any:
     """Return codes as uint8, or float32 scales, read-only if they are NumPy's; raise DTypeError for others."""
     if array is None:
         return None
     label = dtype_name(array)
     if is_float:
-        if label != "float32":
-            raise DTypeError(f"{name} are float32, not {label}")
+        if label not in ("float32", "float16", "bfloat16"):
+            raise DTypeError(f"{name} are float32, float16 or bfloat16, not {label}")
+        array = cast(array, "float32")
         if isinstance(array, np.ndarray):
             array = array.view()
             array.flags.writeable = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, get_args
 
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import dtype_name
@@ -17,7 +17,8 @@ from lowprec.arrays.quantized import (
 )
 from lowprec.backends.cpu import quantizing
 from lowprec.errors import DTypeError, SettingError, quoted
-from lowprec.formats import FormatName
+from lowprec.formats import FLOAT8_E8M0FNU, FormatName
+from lowprec.recipes import ScaleRule
 from lowprec.util.tracing import uncompiled
 
 _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
@@ -30,7 +31,7 @@ def quantize(
     format: FormatName,  # noqa: A002 - the usual term
     axis: int = -1,
     *,
-    scale_rule: Literal["floor", "rceil"] = "floor",
+    scale_rule: ScaleRule = "floor",
     group: int | None = None,
     symmetric: bool = True,
 ) -> QuantizedArray:
@@ -54,10 +55,11 @@ def quantize(
         - ``"int4"``: integers from -7 to 7, or from 0 to 15, with a float32 scale for each group.
     axis : int
         Axis that is divided into blocks; of an operand, the axis that is summed over.
-    scale_rule : {"floor", "rceil"}
+    scale_rule : {"floor", "rceil", "even"}
         Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
         exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
-        of it; or the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
+        of it; the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine; or the first
+        of the largest magnitude as it is rounded to the bits of an element, as in compressed-tensors and torchao.
     group : {32, 64, 128}, optional
         Numbers of ``"int4"`` with a common scale, 64 by default.
     symmetric : bool
@@ -89,8 +91,12 @@ def quantize(
         row = int4(row.block if group is None else group, symmetric=symmetric)
     elif group is not None or not symmetric:
         raise SettingError(f"group and symmetric are arguments of the format int4; omit them for {row.name}")
-    if scale_rule not in ("floor", "rceil"):
-        raise SettingError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
+    if scale_rule not in get_args(ScaleRule):
+        raise SettingError(f"scale_rule is 'floor', 'rceil' or 'even', got {quoted(scale_rule)}")
+    if scale_rule != "floor" and row.scales is not FLOAT8_E8M0FNU:
+        raise SettingError(
+            f"scale_rule={scale_rule!r} has no effect on {row.name}, whose scales are not powers of two; omit it"
+        )
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")

@@ -60,8 +60,12 @@ def _losses(rule: Rule, vectors: int, k: int) -> tuple[float, float, float, floa
         if rule.block_scale == "floor":
             largest = 2.0**fmt.emax
             clip = 1 - fmt.largest / 2.0 ** (fmt.emax + 1)
-        elif rule.block_scale == "rceil":
+        elif rule.block_scale == "rceil" or rule.power_scales:
             largest /= 2
+        elif rule.block_scale == "even":
+            limit = 2.0**fmt.emax * (2 - 2.0**-fmt.precision)
+            largest = limit / 2
+            clip = 1 - fmt.largest / limit
         elif rule.block_scale == "e4m3":
             largest = largest / (1 + 2.0**-4)
             clip = 2.0**-4

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowprec.core.rules import names
-from lowprec.modes import MathMode, Mode, Recipe, row, rules_of
+from lowprec.modes import MathMode, Mode, Recipe, of_pass, row, rules_of
 from lowprec.torch.layer_names import Part
 
 _UNKNOWN = (
@@ -49,6 +49,10 @@ def mode_of_product(scope: Any, mode: Mode | None, part: Part, routine: str, is_
             scope.ledger.notes[_UNKNOWN] = None
             part = part._replace(product="forward")
         mode = _refined(mode, part, scope.step_number)
+    elif part.product == "grad_weight" and part.place is not None and not _is_compiled():
+        mode = of_pass(mode, part.product)
+    if not row(mode).quantizes:
+        return mode, False
     first, second = rules_of(mode)
     return mode, part.place == 0 and (first != second or first.is_stochastic)  # each operand has its random numbers
 
@@ -58,7 +62,10 @@ def _is_compiled() -> bool:
 
 
 @lru_cache(4096)
-def _refined(recipe: Recipe, part: Part, step: int) -> Recipe:
+def _refined(recipe: Recipe, part: Part, step: int) -> Mode:
+    found = of_pass(recipe, part.product)
+    if not isinstance(found, Recipe):
+        return found
     number = 0
     if part.layer:
         number = zlib.crc32(part.layer[0][0].encode()) % (1 << 20)

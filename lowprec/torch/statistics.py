@@ -95,9 +95,12 @@ def _peaks(size: Any, rule: Rule) -> tuple[Any, int]:
 
 def _clipped(size: Any, peaks: Any, wide: int, rule: Rule) -> float:
     elements = rule.number_format
-    if rule.block_scale != "floor" or elements is None:  # others scale the largest number into the range
+    if rule.block_scale not in ("floor", "even") or elements is None:  # others scale the largest number into the range
         return 0.0
-    unit = np.ldexp(1.0, np.frexp(peaks)[1] - 1 - elements.emax)
+    fraction, exponent = np.frexp(peaks)
+    if rule.block_scale == "even":
+        exponent = exponent + (fraction >= 1 - elements.unit_roundoff / 2)
+    unit = np.ldexp(1.0, exponent - 1 - elements.emax)
     end = unit * (elements.largest + 2.0 ** (elements.emax - elements.precision))
     beyond = size > np.repeat(end, wide, -1)[..., : size.shape[-1]]
     return float(beyond.mean())

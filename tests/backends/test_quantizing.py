@@ -22,7 +22,7 @@ from lowprec.util.strides import packed_strides
 BLOCKS = [
     Rule(e, "block", b, s)
     for e, s, b in [
-        *itertools.product(("e4m3", "e5m2", "e2m1"), ("floor", "rceil"), ((1, 32), (16, 16))),
+        *itertools.product(("e4m3", "e5m2", "e2m1"), ("floor", "rceil", "even"), ((1, 32), (16, 16))),
         ("e2m1", "e4m3", (1, 16)), ("e2m1", "e4m3", (16, 16)),
         ("e4m3", "float32", (1, 128)), ("e4m3", "float32", (128, 128)),
     ]
@@ -34,7 +34,8 @@ MEASURES = [
     {"hadamard": 16, "seed": 99},
     {"rounding": "stochastic", "seed": 5, "hadamard": 16},
 ]
-RULES = [rule._replace(**measures) for rule in (*BLOCKS, *WHOLE) for measures in MEASURES]
+POWERS = [x._replace(power_scales=True) for x in (BLOCKS[-2], BLOCKS[-1], *WHOLE[:4])]
+RULES = [rule._replace(**measures) for rule in (*BLOCKS, *WHOLE, *POWERS) for measures in MEASURES]
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="the kernels are not compiled")
 
@@ -162,6 +163,8 @@ def test_arrays_without_elements(rule):
     (Rule("e4m3", "block", (1, 32), "rceil"), "mxfp8"),
     (Rule("e2m1", "block", (1, 32), "floor"), "mxfp4"),
     (Rule("e2m1", "block", (1, 32), "rceil"), "mxfp4"),
+    (Rule("e4m3", "block", (1, 32), "even"), "mxfp8"),
+    (Rule("e2m1", "block", (1, 32), "even"), "mxfp4"),
     (Rule("e2m1", "block", (1, 16), "e4m3"), "nvfp4"),
     (Rule("e4m3", "tensor"), "fp8"),
 ], ids=name_of)  # fmt: skip
@@ -170,7 +173,7 @@ def test_the_numbers_of_quantize(rule, name, rng):
     for kind in ("normal", "bits", "scaled"):
         x = numbers(kind, (33, 200), rng)
         values, _, scale = compiled(x, -1, rule)
-        want = quantize(x, name, scale_rule="rceil" if rule.block_scale == "rceil" else "floor")
+        want = quantize(x, name, scale_rule=rule.block_scale if name[:2] == "mx" else "floor")
         assert want.scale == scale
         with np.errstate(all="ignore"):
             exact = want._values(1.0).astype(ml_dtypes.bfloat16)[..., :200]
@@ -242,7 +245,7 @@ def test_stochastic_rounding_is_unbiased(rule):
         values = values * np.repeat(scales.T, 128, 1)[:, :200].astype(np.float64)
     low, high = values.min(0), values.max(0)
     clipped = high < x * (1 - 2.0**-22)  # beyond the largest number of its block
-    assert (rule.block_scale in ("floor", "e4m3")) or not clipped.any()
+    assert (rule.block_scale in ("floor", "even", "e4m3")) or not clipped.any()
     assert ((low <= x * (1 + 1e-6)) | clipped).all()
     error = np.abs(values.mean(0) - x.astype(np.float64)) * ~clipped
     # A quotient is rounded to float32 before.

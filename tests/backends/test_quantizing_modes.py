@@ -27,6 +27,14 @@ def to_elements(x, elements):
     return np.clip(x, -largest, largest).astype(dtype).astype(np.float64)
 
 
+def up_to_a_power(scale, rule):
+    """Round float32 scales up to powers of two if the rule has these."""
+    if not rule.power_scales:
+        return scale
+    mantissa, exponent = np.frexp(scale)
+    return np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+
+
 def rounded(x, rule):
     """Return the numbers of an operand of finite numbers, k last, that a rule rounds, in float64."""
     x = x.astype(np.float32)
@@ -36,6 +44,7 @@ def rounded(x, rule):
         axis = None if rule.scaling == "tensor" else -1
         peak = np.abs(x).max(axis, keepdims=True, initial=0)
         scale = np.where(peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones)
+        scale = up_to_a_power(scale, rule)
         return to_elements(x / scale, rule.elements) * scale.astype(np.float64)
     rows, length = rule.block
     flat = np.atleast_2d(x)
@@ -46,6 +55,7 @@ def rounded(x, rule):
     whole = ones
     if rule.block_scale == "float32":
         scale = np.where(peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones)
+        scale = up_to_a_power(scale, rule)
     elif rule.block_scale == "e4m3":
         peak_of_all = np.abs(x).max(initial=0)
         whole = np.maximum(peak_of_all / np.float32(largest * 448), np.finfo(np.float32).tiny) if peak_of_all else ones
@@ -55,6 +65,8 @@ def rounded(x, rule):
         exponent = exponent - 1 - rule.number_format.emax
         if rule.block_scale == "rceil":  # the smallest power of two from which no number is clipped
             exponent = exponent + (mantissa * 2 > largest / 2.0**rule.number_format.emax)
+        if rule.block_scale == "even":  # of the peak as it is rounded to the bits of an element, ties up
+            exponent = exponent + (mantissa * 2 >= 2 - 2.0**-rule.number_format.precision)
         scale = np.ldexp(ones, np.clip(np.where(peak > 0, exponent, 0), -127, 127))
     safe = np.where(scale > 0, scale, 1)
     values = np.where(scale > 0, to_elements(blocks / (safe * whole), rule.elements), 0) * safe * np.float64(whole)
@@ -68,7 +80,15 @@ def operands(a, b, mode):
     return rounded(a, rules[0]), np.moveaxis(rounded(np.moveaxis(b, inner, -1), rules[1]), -1, inner)
 
 
-@pytest.mark.parametrize("mode", MODES)
+#: With the scales of other rules.
+SCALED = [
+    *(Recipe(name, scale_rule="rceil") for name in ("fp8", "fp8_rows", "fp8_blocks")),
+    *(Recipe(name, scale_rule="even") for name in ("mxfp8", "mxfp4")),
+    Recipe("fp8_blocks", product="grad_weight"),
+]
+
+
+@pytest.mark.parametrize("mode", [*MODES, *SCALED], ids=str)
 def test_products_are_those_of_the_rounded_numbers(mode):
     for a, b, given, exact, x, y in quantized_cases.products(lambda a, b: operands(a, b, mode), 150):
         found = lowprec.matmul(a, b, math_mode=mode, **given)
@@ -95,7 +115,7 @@ def test_the_result_has_the_operands_type_and_may_be_written_to_out(mode, dtype)
     assert np.array_equal(square, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *SCALED], ids=str)
 def test_errors_are_within_the_bounds_of_the_plan(mode):
     rng = np.random.default_rng(2)
     for k in (1, 16, 500, 2048):

@@ -192,6 +192,9 @@ RECIPES = [
     Recipe.nvfp4_training(seed=4).of("grad_weight"),
     Recipe("int8", rounding="stochastic", seed=2**64 - 1, step=2**40 - 1, layer=2**20 - 1),
     Recipe(("fp8", "mxfp4"), scale_rule="rceil"),
+    Recipe("fp8_blocks", scale_rule="rceil"),
+    Recipe("fp8_blocks", product="grad_weight"),
+    Recipe("mxfp4", scale_rule="even"),
     Recipe("nvfp4", weight_block=(16, 16), knows_weight=True),
 ]
 

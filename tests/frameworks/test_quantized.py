@@ -9,6 +9,7 @@ import pytest
 import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
+from lowprec.arrays.namespaces import cast
 from lowprec.arrays.view import Device
 from lowprec.formats import BLOCK_FORMATS
 
@@ -118,3 +119,20 @@ def test_dask():
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     with pytest.raises(lowprec.ArrayError, match=r"a Dask array is lazy.*pass array\.compute\(\)"):
         lowprec.quantize(da.ones((4, 32), dtype="float32"), "mxfp4")
+
+
+@pytest.mark.parametrize("backend", [Backend.NUMPY, Backend.TORCH, Backend.JAX])
+def test_scales_of_other_types_and_scalar_arrays(backend, rng):
+    """float16 and bfloat16 scales are exact in float32; the scale of an array may be an array of shape ()."""
+    xp = load_or_skip(backend)
+    x = lowprec.quantize(xp.asarray(rng.standard_normal((4, 64)).astype(np.float32)), "fp8_rows")
+    for name in ("float16", "bfloat16"):
+        narrow = cast(x.scales, name)
+        found = lowprec.QuantizedArray(x.codes, narrow, "fp8_rows", x.shape, x.axis)
+        wide = lowprec.QuantizedArray(x.codes, cast(narrow, "float32"), "fp8_rows", x.shape, x.axis)
+        same(found, wide)
+    x = lowprec.quantize(xp.asarray(rng.standard_normal((4, 64)).astype(np.float32)), "nvfp4")
+    for scale in (np.float32(x.scale), xp.asarray(np.array(x.scale, np.float32))):
+        same(lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, scale), x)
+    with pytest.raises(lowprec.SettingError, match="scale of nvfp4 is a positive number"):
+        lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, xp.asarray(np.ones(2, np.float32)))

@@ -99,7 +99,7 @@ QUANTIZED = [
 #: Modes of the scales of operands that FP8 units multiply, by the rule's scale or scaling.
 FLOAT8_UNITS = {
     "tensor": "SCALAR_32F", "vector": "OUTER_VEC_32F", "floor": "VEC32_UE8M0", "rceil": "VEC32_UE8M0",
-    "float32": "BLK128x128_32F",
+    "even": "VEC32_UE8M0", "float32": "BLK128x128_32F",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def _signed(x, code, width):
 
 
 def microscaled(block, numbers, width, rule="floor"):
-    """The E8M0 code and the elements' codes of a block, as the Microscaling specification converts, or rounded up."""
+    """The E8M0 code and the elements' codes of a block, as the specification converts, rounded up, or even."""
     if not all(map(math.isfinite, block)):
         return 255, [0] * len(block)
     values = [Fraction(x) for x in block]
@@ -62,6 +62,9 @@ def microscaled(block, numbers, width, rule="floor"):
     exponent = floor_log2(peak) - floor_log2(numbers[-1]) if peak else -127
     if peak and rule == "rceil":
         exponent = -floor_log2(numbers[-1] / peak)
+    if peak and rule == "even":  # the peak is rounded to the bits of an element, ties up
+        half = Fraction(2) ** (floor_log2(peak) - {8: 4, 4: 2}[width])
+        exponent = floor_log2(peak + half) - floor_log2(numbers[-1])
     exponent = max(-127, min(127, exponent))
     codes = [nearest(abs(v) / Fraction(2) ** exponent, numbers) for v in values]
     return exponent + 127, [_signed(x, code, width) for x, code in zip(block, codes, strict=True)]

@@ -22,7 +22,8 @@ FORMATS = tuple(name for name, row in BLOCK_FORMATS.items() if not row.has_float
 BLOCKED = ("mxfp8", "mxfp4", "nvfp4")
 FOUR_BITS = ("mxfp4", "nvfp4")
 rules = pytest.mark.parametrize(
-    ("name", "rule"), [*((name, "floor") for name in FORMATS), ("mxfp8", "rceil"), ("mxfp4", "rceil")]
+    ("name", "rule"),
+    [*((name, "floor") for name in FORMATS), *itertools.product(("mxfp8", "mxfp4"), ("rceil", "even"))],
 )
 
 
@@ -206,11 +207,26 @@ def test_scales_that_are_rounded_up(name):
             agree(np.full(32, x, np.float32), name, "rceil")
     x = np.float32([957.0, *[1.0] * 31])
     assert quantize(x, name, scale_rule="rceil").scales[0] == quantize(x, name).scales[0] + 1
-    with pytest.raises(lowprec.SettingError, match="scale_rule is 'floor' or 'rceil', got 'even'"):
-        quantize(x, name, scale_rule="even")
+    with pytest.raises(lowprec.SettingError, match="scale_rule is 'floor', 'rceil' or 'even', got 'up'"):
+        quantize(x, name, scale_rule="up")
+    with pytest.raises(lowprec.SettingError, match="scale_rule='rceil' has no effect on int8, whose scales are not"):
+        quantize(x, "int8", scale_rule="rceil")
 
 
-@pytest.mark.parametrize("rule", ["floor", "rceil"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_scales_of_the_rounded_peak(name):
+    """A peak from halfway between the largest number of a binade and the next binade on has the scale of that one."""
+    limit = {"mxfp8": 496.0, "mxfp4": 7.0}[name]
+    for exponent in (-140, -130, -127, -126, -3, 0, 100):
+        peak = np.float32(np.ldexp(limit, exponent))
+        for x in (peak, np.nextafter(peak, np.float32(0)), np.nextafter(peak, np.float32(np.inf))):
+            agree(np.full(32, x, np.float32), name, "even")
+    low, high = np.full(32, np.nextafter(np.float32(limit), np.float32(0))), np.full(32, np.float32(limit))
+    of_low, of_high = (quantize(x, name, scale_rule="even").scales[0] for x in (low, high))
+    assert of_high == of_low + 1
+
+
+@pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_float64_is_rounded_once(name, rule, rng):
     """Numbers next to midpoints in float64, where rounding to float32 first gives the midpoint."""

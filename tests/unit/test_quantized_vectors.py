@@ -170,7 +170,7 @@ def test_wrong_arguments():
         with pytest.raises(lowprec.SettingError, match="group and symmetric are arguments of the format int4"):
             quantize(x, "int8", **options)
     q = quantize(x, "int4", symmetric=False)
-    with pytest.raises(lowprec.DTypeError, match="scales are float32, not uint8"):
+    with pytest.raises(lowprec.DTypeError, match="scales are float32, float16 or bfloat16, not uint8"):
         QuantizedArray(q.codes, q.zeros, "int4", q.shape, 1)
     with pytest.raises(
         lowprec.ShapeError, match=r"zeros of int4 for shape \(4, 64\) have shape \(4, 1\), not \(1, 1\)"

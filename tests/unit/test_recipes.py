@@ -51,6 +51,25 @@ def test_products_of_a_layer():
     assert of_pass(MathMode.MXFP8, "grad_input") is MathMode.MXFP8
 
 
+def test_products_of_the_backward_pass_may_be_of_modes_that_do_not_quantise():
+    recipe = Recipe("nvfp4", grad_input="bf16", grad_weight="fp32")
+    assert parse_mode("nvfp4(grad_input=bf16,grad_weight=fp32)") == recipe
+    assert [of_pass(recipe, x) for x in recipes._PAIRS] == [recipe, MathMode.BF16, MathMode.FP32]
+    assert {MathMode(name) for name in recipes.PLAIN} <= set(available_modes())
+    assert not any(row(MathMode(name)).quantizes for name in recipes.PLAIN)
+    with pytest.raises(lowprec.ModeError, match=r"grad_weight of the recipe .* does not quantise"):
+        recipe.of("grad_weight").rules  # noqa: B018
+
+
+def test_square_blocks_are_of_weights_alone():
+    """DeepSeek-V3, arXiv 2412.19437, section 3.3.2: activations and gradients have tiles of 1 x 128."""
+    blocks = {x: [rule.block for rule in rules_of(of_pass(MathMode.FP8_BLOCKS, x))] for x in recipes._PAIRS}
+    square, flat = (128, 128), (1, 128)
+    assert blocks == {"forward": [flat, square], "grad_input": [flat, square], "grad_weight": [flat, flat]}
+    recipe = Recipe("fp8_blocks", grad_weight="fp8_blocks_e5m2", scale_rule="rceil")
+    assert {(rule.block, rule.power_scales) for rule in recipe.of("grad_weight").rules} == {(flat, True)}
+
+
 def test_measures_act_on_the_operands_of_their_products():
     recipe = Recipe.nvfp4_training(seed=5)
 
@@ -82,7 +101,20 @@ def test_steps_layers_and_products_have_different_random_numbers():
         ({"forward": "mxfp8", "grad_input": ("fp8",)}, "grad_input of a recipe is a format or a pair"),
         ({"forward": ("int8", "fp8")}, "int8 and fp8 cannot be multiplied"),
         ({"forward": ("mxfp8", "fp8_blocks")}, "cannot be multiplied; int8 and fp8_blocks need one format"),
-        ({"forward": "mxfp8", "scale_rule": "up"}, "scale_rule of a recipe must be one of 'floor', 'rceil', got 'up'"),
+        (
+            {"forward": "mxfp8", "scale_rule": "up"},
+            "scale_rule of a recipe must be one of 'floor', 'rceil', 'even', got",
+        ),
+        (
+            {"forward": "fp8_blocks", "scale_rule": "even"},
+            "scale_rule=even has no effect on a recipe of fp8_blocks; omit",
+        ),
+        ({"forward": "int8", "scale_rule": "rceil"}, "scale_rule=rceil has no effect on a recipe of int8"),
+        ({"forward": "nvfp4", "scale_rule": "even"}, "scale_rule=even has no effect on a recipe of nvfp4"),
+        ({"forward": "mxfp8", "weight_block": (16, 16)}, "weight_block=16x16 has no effect on a recipe of mxfp8"),
+        ({"forward": "bf16"}, "forward of a recipe: 'bf16' is not a format"),
+        ({"forward": "mxfp8", "grad_input": "fp64"}, "grad_input of a recipe: 'fp64' is not a format"),
+        ({"forward": "mxfp8", "grad_input": ("bf16", "mxfp8")}, "grad_input of a recipe: 'bf16' is not a format"),
         ({"forward": "mxfp8", "rounding": "odd"}, "rounding of a recipe must be one of 'nearest', 'stochastic'"),
         ({"forward": "mxfp8", "rounding": "stochastic"}, "with stochastic rounding needs a seed; pass seed="),
         ({"forward": "mxfp8", "hadamard": 16}, "with a Hadamard transform needs a seed"),

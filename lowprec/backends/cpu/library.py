@@ -88,6 +88,7 @@ class Quantizer(ctypes.Structure):
         ("scale_vector", _I64), ("scale_inner", _I64), ("block_vectors", _I64), ("block_k", _I64),
         ("seed", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("type", _I32), ("elements", _I32), ("scaling", _I32),
         ("stochastic", _I32), ("hadamard", _I32), ("codes", _I32),
+        ("powers", _I32), ("pad", _I32),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from lowprec.recipes import FORMATS, Rule
 
 #: ``lp_elements`` and ``lp_scaling``.
 _ELEMENTS = {name: i for i, name in enumerate((*ELEMENTS, "int4"))}
-_SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
+_SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5, "even": 6}
 
 #: Elements below which the library rounds in the calling thread.
 _ALONE = 1 << 16
@@ -90,6 +90,7 @@ def add_rule(described: library.Quantizer, rule: Rule, dtype: DType) -> None:
     described.type, described.elements = library.TYPES[dtype], _ELEMENTS[rule.elements]
     described.scaling = _SCALINGS[rule.block_scale if rule.scaling == "block" else rule.scaling]
     described.stochastic = rule.rounding == "stochastic"
+    described.powers = rule.power_scales
 
 
 def _quantize(described: library.Quantizer, view: ArrayView, to: Any, scales: Any) -> float:

@@ -37,7 +37,7 @@ _TILE_BLOCK = (32, 8)
 _WORD_BYTES = 4
 #: Columns per block in the search for the largest magnitudes.
 _SPAN = 512
-_SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
+_SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5, "even": 6}
 #: Modes whose scales are not those of vectors.
 _STORED = {"VEC128_32F": 2, "BLK128x128_32F": 3, "VEC32_UE8M0": 4, "VEC16_UE4M3": 5}
 #: Macro of loads that bypass shared memory.
@@ -277,6 +277,7 @@ def _quantizing_macros(packing: Packing, rule: Rule, seeks: bool, loads: int) ->
         "WIDE": wide,
         "ALONE": int(rule.marks_elements),
         "INTEGER": int(rule.number_format is None),
+        "POWERS": int(rule.power_scales),
         "STOCHASTIC": int(rule.is_stochastic),
         "HADAMARD": int(rule.hadamard > 0),
         "SEEKS": int(seeks),

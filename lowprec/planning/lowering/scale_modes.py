@@ -37,9 +37,10 @@ def scale_modes(
             return ("OUTER_VEC_32F", "OUTER_VEC_32F")
         return ("", "")
     scales = {a.block_scale, b.block_scale}
-    if scales == {"float32"} and capability == _HOPPER and is_single and not layout.m % _FLOAT_STEP:
+    is_weight = b.block[0] > 1
+    if scales == {"float32"} and is_weight and capability == _HOPPER and is_single and not layout.m % _FLOAT_STEP:
         return "VEC128_32F", "BLK128x128_32F"
-    if scales <= {"floor", "rceil"} and capability >= BLOCK_SCALES_SINCE and is_single:
+    if scales <= {"floor", "rceil", "even"} and capability >= BLOCK_SCALES_SINCE and is_single:
         if layout.m % _BYTE_STEP:
             return None
         return ("VEC32_UE8M0", "VEC32_UE8M0")

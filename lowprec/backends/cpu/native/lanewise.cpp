@@ -130,6 +130,7 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
         const float scaled = __builtin_bit_cast(float, peak.load()) / LARGEST[q->elements];
         j.scale = scaled < 0x1p-126f ? 0x1p-126f : scaled;
         if (!peak) j.scale = 1;
+        if (q->powers) j.scale = __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, j.scale) + 0x7fffffu) & 0x7f800000u);
     }
     *scale = j.scale;
     lp::Memory peaks;

@@ -65,9 +65,9 @@ typedef struct {
 } lp_scheme;
 
 // Formats of rounded elements, and how their scales are found: one float32 a tensor or a vector along k, or a block's
-// power of two (OCP's rule, or rounded up), E4M3 number (with a float32 of the tensor) or float32 number.
+// power of two (OCP's rule, rounded up, or of the rounded peak), E4M3 number (with a float32 of the tensor) or float32 number.
 enum lp_elements { LP_NARROW_E4M3, LP_NARROW_E5M2, LP_NARROW_E2M1, LP_NARROW_I8, LP_NARROW_I4 };  // I4: codes alone
-enum lp_scaling { LP_TENSOR, LP_VECTORS, LP_FLOOR, LP_RCEIL, LP_E4M3_SCALES, LP_F32_SCALES };
+enum lp_scaling { LP_TENSOR, LP_VECTORS, LP_FLOOR, LP_RCEIL, LP_E4M3_SCALES, LP_F32_SCALES, LP_EVEN };
 
 // A batch of matrices of `vectors` vectors along k. Strides are in elements.
 typedef struct {
@@ -81,6 +81,7 @@ typedef struct {
     int32_t type, elements, scaling;      // float32, bfloat16 or float16; lp_elements; lp_scaling
     int32_t stochastic, hadamard;         // rounding; whether groups of 16 along k are transformed first
     int32_t codes;                        // write codes, padded to whole blocks, and the codes of scales, instead of numbers
+    int32_t powers, pad;                  // whether float32 scales are rounded up to powers of two
 } lp_quantizer;
 
 typedef struct {

@@ -175,6 +175,8 @@ static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s)
 // Whether a number that is not finite becomes NaN alone, without effect on its scale.
 static bool is_alone(const lp_quantizer& q) { return !is_integer(q.elements) && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES); }
 
+static bool has_powers(const lp_quantizer& q) { return q.scaling == LP_FLOOR || q.scaling == LP_RCEIL || q.scaling == LP_EVEN; }
+
 // Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all. `merges`: columns may
 // raise those of other columns.
 template <bool FINITE> static void raise_peaks(Stripe s, bool merges) {
@@ -208,23 +210,27 @@ static void group_peaks(const Stripe s, const void* columns, int64_t size) {
     }
 }
 
-INLINE f32v float_scale(u32v peak, float largest) {
+// `powers`: rounded up to a power of two.
+INLINE f32v float_scale(u32v peak, float largest, bool powers) {
     const f32v scale = floats(peak) / largest;
-    const u32v found = choose((u32v)(scale < 0x1p-126f), all(0x00800000u), bits(scale));
+    u32v found = choose((u32v)(scale < 0x1p-126f), all(0x00800000u), bits(scale));
+    if (powers) found = (found + 0x7fffffu) & 0x7f800000u;
     return floats(choose((u32v)(peak == 0), bits(all_floats(1)), found));
 }
 
 // The scales of `count` blocks or vectors from their largest magnitudes.
 static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t count) {
     const Narrow to = NARROW[j.q.elements];
-    const uint32_t fraction = __builtin_bit_cast(uint32_t, to.largest) & 0x7fffffu;
+    const bool is_even = j.q.scaling == LP_EVEN;
+    // The fraction of a peak above which a power of two doubles.
+    const uint32_t fraction = is_even ? 0x7fffffu - (0x400000u >> to.stored) : __builtin_bit_cast(uint32_t, to.largest) & 0x7fffffu;
     for (int64_t i = 0; i < count; i += W) {
         const u32v peak = get<u32v>(s.peaks + i), special = is_special(peak);
         u32v stored, keep = ~special;
         f32v factor, multiplier = all_floats(1);
-        if (j.q.scaling == LP_FLOOR || j.q.scaling == LP_RCEIL) {
+        if (has_powers(j.q)) {
             i32v code = (i32v)(peak >> 23) - to.emax();
-            if (j.q.scaling == LP_RCEIL) code -= (i32v)((peak & 0x7fffffu) > fraction);
+            if (j.q.scaling != LP_FLOOR) code -= (i32v)((peak & 0x7fffffu) > fraction);
             stored = choose(special, all(255), (u32v)larger(code, i32v{}));
             factor = floats(choose(special, all(0x3f800000u), (254 - stored) << 23));
             multiplier = floats(choose((u32v)(stored == 0), all(1u << 22), stored << 23));
@@ -234,7 +240,7 @@ static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t coun
             keep &= (u32v)(multiplier > 0.0f);
             factor = floats(choose(keep, bits(multiplier * j.scale), all(0x7f800000u)));
         } else {
-            factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, to.largest);
+            factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, to.largest, j.q.powers);
             if (j.q.scaling == LP_TENSOR) keep = ~u32v{};
             factor = floats(choose(keep, bits(factor), all(0x7fc00000u)));
             stored = bits(factor);
@@ -363,7 +369,7 @@ template <int I> constexpr RoundRows rounding_of() {
 template <int... I> static RoundRows rounding(const lp_quantizer& q, std::integer_sequence<int, I...>) {
     static const RoundRows of[] = {rounding_of<I>()...};
     int scales = F32_SCALES;
-    if (q.scaling == LP_FLOOR || q.scaling == LP_RCEIL) scales = POWERS;
+    if (has_powers(q)) scales = POWERS;
     if (q.scaling == LP_E4M3_SCALES) scales = E4M3_SCALES;
     return of[scales * 20 + q.elements * 4 + (q.stochastic ? 2 : 0) + (q.codes ? 1 : 0)];
 }

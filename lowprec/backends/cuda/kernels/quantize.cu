@@ -4,7 +4,8 @@
 // Macros: SOURCE and TARGET, element types of elements.cuh; STORED, LEAST_EXPONENT and LARGEST, of an element: bits of the
 // significand, exponent of the smallest normal number (codes of int8 are subnormal), largest number; SCALING: 0 one scale
 // of the tensor, 1 of vectors, 2 powers of two of blocks, 3 those rounded up, 4 E4M3 numbers of blocks and one scale of
-// the tensor, 5 float32 of blocks; SCALES, those that are stored: 0 none, 1 float32 of vectors, or as cuBLASLt's modes
+// the tensor, 5 float32 of blocks, 6 powers of two by the rounded peak; POWERS, whether float32 scales are rounded up to
+// powers of two; SCALES, those that are stored: 0 none, 1 float32 of vectors, or as cuBLASLt's modes
 // have them 2 VEC128_32F, 3 BLK128x128_32F, 4 VEC32_UE8M0, 5 VEC16_UE4M3, behind 1, with two codes of E2M1 in a byte;
 // others are multiplied in; HIGH and WIDE, vectors and numbers along k of a block; ALONE, whether a number that is not
 // finite becomes NaN alone; INTEGER; STOCHASTIC; HADAMARD; SEEKS, whether the largest magnitudes are sought; LOADS:
@@ -18,7 +19,7 @@ typedef SOURCE Source;
 typedef TARGET Target;
 
 static constexpr int tall = 32, width = 128, segment = 16, parts = width / segment;
-static constexpr bool is_vector = SCALING == 1, has_powers = SCALING == 2 || SCALING == 3;
+static constexpr bool is_vector = SCALING == 1, has_powers = SCALING == 2 || SCALING == 3 || SCALING == 6;
 static constexpr bool to_e2m1 = SCALES == 5;
 static constexpr bool to_e4m3 = sizeof(Target) == 1 && STORED == 3, to_e5m2 = sizeof(Target) == 1 && STORED == 2;
 // The peaks of the tensor, of vectors, and of blocks higher than a tile are sought before the numbers are rounded.
@@ -59,7 +60,8 @@ __device__ inline float to_random(float q, unsigned int random)
 __device__ inline float float_scale(unsigned int peak, float largest)
 {
     float scale = same_bits<float>(peak) / largest;
-    return peak == 0 ? 1.0f : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
+    scale = peak == 0 ? 1.0f : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
+    return POWERS ? same_bits<float>((same_bits<unsigned int>(scale) + 0x7fffffu) & 0x7f800000u) : scale;
 }
 
 // `up`, `divisor` and `inverse` are of `factor`, see `quotient`.
@@ -75,6 +77,7 @@ __device__ inline Scale scale_of(unsigned int peak, float whole)
     if (has_powers) {
         int code = (int)(peak >> 23) - ((int)(same_bits<unsigned int>(LARGEST) >> 23) - 127);
         if (SCALING == 3) code += (peak & 0x7fffffu) > (same_bits<unsigned int>(LARGEST) & 0x7fffffu);
+        if (SCALING == 6) code += (peak & 0x7fffffu) > 0x7fffffu - (0x400000u >> STORED);
         if (code < 0) code = 0;
         scale.code = finite ? code : 255;
         if (!finite) code = 127;
