@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from lowprec import formats
 from lowprec.errors import ModeError, did_you_mean, quoted
-from lowprec.rules import FORMATS, Rule
+from lowprec.rounding_rules import FORMATS, Rule
 
 ScaleRule: TypeAlias = Literal["floor", "rceil", "even"]
 Rounding: TypeAlias = Literal["nearest", "stochastic", "stochastic_gradients"]

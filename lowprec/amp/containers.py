@@ -127,5 +127,5 @@ def norms_by_name(all_names: list[str]) -> frozenset[str]:
         if last in _STATISTICS:
             has_statistics.add(owner)
     named = [name for name in all_names if _NORM_WORD.search(name)]
-    beside = [name for name, owner in owners.items() if owner in has_statistics]
-    return frozenset([*named, *beside])
+    neighbours = [name for name, owner in owners.items() if owner in has_statistics]
+    return frozenset([*named, *neighbours])

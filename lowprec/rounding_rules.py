@@ -1,4 +1,4 @@
-"""Rules: the elements, the scales and the rounding of one operand. A format is a row of ``FORMATS``."""
+"""The elements, the scales and the rounding of one operand. A format is a row of ``FORMATS``."""
 
 from __future__ import annotations
 
