@@ -49,8 +49,9 @@ def tune(
 
     The stream is synchronised; ``operands`` are not written.
     """
+    algorithms = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:
-        results = Contest(invocation, handle, stream, turns).results(invocation.search(handle, candidates), progress)
+        results = Contest(invocation, handle, stream, turns).results(algorithms, progress)
     locked(_remember, invocation, results[0].algorithm)
     return results
 
@@ -95,7 +96,8 @@ def _stored() -> dict[str, dict[str, Any]]:
 def _known(invocation: Invocation, handle: int) -> Algorithm | None:
     """Return the measured choice for a product, if cuBLASLt still supports it."""
     try:
-        data = bytes.fromhex(_stored()[device_key()][product_key(invocation)]["algorithm"])
+        choice = _stored()[device_key()][product_key(invocation)]
+        data = bytes.fromhex(choice["algorithm"])
     except (KeyError, TypeError, ValueError):  # missing or damaged
         return None
     algorithm = bindings.check_algorithm(handle, invocation.descriptors, data)
@@ -107,7 +109,8 @@ def _known(invocation: Invocation, handle: int) -> Algorithm | None:
 def _remember(invocation: Invocation, algorithm: Algorithm) -> None:
     """Store a choice in this process and on disk, keeping those of other processes."""
     ours = _stored()
-    ours.setdefault(device_key(), {})[product_key(invocation)] = {"algorithm": algorithm.data.hex()}
+    of_device = ours.setdefault(device_key(), {})
+    of_device[product_key(invocation)] = {"algorithm": algorithm.data.hex()}
     _stored.cache_clear()
     stored = _stored()
     for device, choices in ours.items():
@@ -245,9 +248,13 @@ class Contest:
 
     def _wins(self, best: Measured, first: Measured) -> bool:
         """Whether the best algorithm also wins a second comparison with the first choice."""
-        times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
-        old, new = (statistics.median(x) for x in zip(*times, strict=True))
-        return bool(new < old * (1 - _MARGIN))
+        old = []
+        new = []
+        for _ in range(_FINAL_ROUNDS):
+            old.append(self._measure(first))
+            new.append(self._measure(best))
+        limit = statistics.median(old) * (1 - _MARGIN)
+        return bool(statistics.median(new) < limit)
 
     def _measure(self, candidate: Measured) -> float:
         for longer in _LONGER:
@@ -261,7 +268,8 @@ class Contest:
         """Wait for one measurement; return its milliseconds, and whether the device waited for the host."""
         self._invocation.use(candidate.algorithm)
         begin = perf_counter()
-        self._spin(self._stream, int(spin_ms * runtime.properties(self._device).clock_khz))
+        clock_khz = runtime.properties(self._device).clock_khz
+        self._spin(self._stream, int(spin_ms * clock_khz))
         watch = EventStopwatch(self._device, self._stream)
         for operands in itertools.islice(self._turns, candidate.repeats):
             self._invocation.run(self._handle, self._stream, operands)

@@ -18,7 +18,7 @@ from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo
 from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
-from lowprec.util.strides import contiguous_strides
+from lowprec.util.strides import Shape, contiguous_strides
 
 release_memory = memory.release
 
@@ -93,7 +93,10 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    if not isinstance(execute, GemmExecutor) or not (last := getattr(execute.last, "invocation", None)):
+    if not isinstance(execute, GemmExecutor):
+        return ExecutionInfo(None)
+    last = getattr(execute.last, "invocation", None)
+    if last is None:
         return ExecutionInfo(None)
     words = filter(None, (last.info.text, execute.fallback))
     return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
@@ -111,13 +114,15 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
-        timings = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
-        describe = bindings.describe_algorithm
-        return tuple(AlgorithmTiming(x.rank, x.median_ms, describe(x.algorithm).text) for x in timings)
+        timings = []
+        for x in execute.use(arguments, lambda lowered: lowered.tune(arguments, candidates, progress)):
+            text = bindings.describe_algorithm(x.algorithm).text
+            timings.append(AlgorithmTiming(x.rank, x.median_ms, text))
+        return tuple(timings)
 
 
 @contextlib.contextmanager
-def temporary(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> Iterator[ArrayView]:
+def temporary(shape: Shape, dtype: DType, device: Device, stream: int = 0) -> Iterator[ArrayView]:
     nbytes = prod(shape) * dtype.itemsize
     index = device.index
     with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:

@@ -170,9 +170,12 @@ def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, 
 def _supported(results: Any, count: int) -> tuple[Algorithm, ...]:
     """Return the supported algorithms among the first ``count`` of a ``MatmulHeuristicResult``."""
     dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
-    rows = np.frombuffer(ctypes.string_at(results.ptr, count * dtype.itemsize), dtype)
-    supported = [x for x in rows if x["state"] == 0]
-    return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in supported)
+    data = ctypes.string_at(results.ptr, count * dtype.itemsize)
+    found = []
+    for x in np.frombuffer(data, dtype):
+        if x["state"] == 0:
+            found.append(Algorithm(bytes(x["algo"]), int(x["workspace_size"])))
+    return tuple(found)
 
 
 def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: bytes) -> Algorithm | None:
@@ -186,7 +189,9 @@ def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: byte
         cublas_lt.matmul_algo_check(handle, *descriptors.pointers, data.ctypes.data, result.ptr)
     except cublas_lt.cuBLASLtError:
         return None
-    return next((x._replace(data=algorithm) for x in _supported(result, 1)), None)
+    for supported in _supported(result, 1):
+        return supported._replace(data=algorithm)
+    return None
 
 
 class AlgorithmInfo(NamedTuple):
@@ -245,13 +250,15 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
 
     def member(enumeration: str, name: str) -> str:
         """Return the name of an enumeration's value, or its number if it is unknown."""
+        members = getattr(libraries().cublas_lt, enumeration)
         try:
-            return str(getattr(libraries().cublas_lt, enumeration)(config(name)).name)
+            return str(members(config(name)).name)
         except ValueError:
             return str(config(name))
 
     def named(names: Mapping[int, str]) -> str:
-        return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not reported"
+        found = [name for bit, name in names.items() if flags >> bit & 1]
+        return " and ".join(found) or "not reported"
 
     uses_tensor_cores = None
     if flags & _INSTRUCTIONS:

@@ -11,7 +11,7 @@ from itertools import chain
 
 from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, Launch, Macros
 from lowprec.backends.cuda.libraries import cached
-from lowprec.backends.cuda.steps import KernelStep, LaunchBatch, Step, are_multiples, batch_dimensions, launch_batches
+from lowprec.backends.cuda.steps import LaunchBatch, Step, are_multiples, batch_dimensions, kernel_step, launch_batches
 from lowprec.formats import DType
 from lowprec.planning import ACTIVATIONS, Activation, MatrixStack, OperandSpec
 from lowprec.planning.cublaslt.calls import STEP_BYTES
@@ -47,7 +47,8 @@ _ARRAYS = 4
 def prepare_epilogue(spec: Epilogue, device: int) -> tuple[Step, ...]:
     """Return the steps of the epilogue on ``device``, which must be current."""
     batch, rows, cols = _dimensions(spec)
-    return tuple(_kernel(spec, rows, cols, part, device) for part in launch_batches(batch, _ARRAYS))
+    parts = launch_batches(batch, _ARRAYS)
+    return tuple(_kernel(spec, rows, cols, part, device) for part in parts)
 
 
 def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
@@ -87,10 +88,13 @@ def _kernel(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch
     if spec.bias:
         used.append(("bias", 0))
     if spec.is_scaled:
-        counts = (batch.before * rows[0], batch.before * cols[0])
-        for name, factors, count in zip(("scales_a", "scales_b"), spec.factors, counts, strict=True):
-            has_each = spec.scaled or factors == 2
-            used.append((name, has_each * count * EXPONENT_BYTES))
+        of_rows, of_cols = spec.factors
+        scales = (("scales_a", of_rows, rows), ("scales_b", of_cols, cols))
+        for name, factors, (extent, _) in scales:
+            first = 0
+            if spec.scaled or factors == 2:
+                first = batch.before * extent
+            used.append((name, first * EXPONENT_BYTES))
 
     def launch(vector: int, masks: Sequence[int]) -> Launch:
         """Return the kernel with ``vector`` elements per thread."""
@@ -119,7 +123,7 @@ def _kernel(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch
         masks.append(step - 1)
         if len(masks) > 1:
             launches.insert(0, launch(vector, masks.copy()))
-    return KernelStep(used, launches, has_factors=True)
+    return kernel_step(used, launches, has_factors=True)
 
 
 def _definitions(spec: Epilogue, vector: int) -> Macros:
@@ -143,13 +147,14 @@ def _definitions(spec: Epilogue, vector: int) -> Macros:
 
 
 def _constants(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, c_aligned: int) -> list[int]:
-    row_count, row_strides = rows
-    col_count, col_strides = cols
+    row_count, (product_row, out_row, c_row, _) = rows
+    col_count, (_, out_col, c_col, _) = cols
     product, out, c, _ = batch.strides
-    constants = [row_count, col_count, row_strides[0], product[2]]
-    constants += [row_strides[1], col_strides[1], batch.matrices, *batch.extents, *out]
+    constants = [row_count, col_count, product_row, product[2]]
+    constants += [out_row, out_col]
+    constants += [batch.matrices, *batch.extents, *out]
     if spec.c:
-        constants += [row_strides[2], col_strides[2], *c, c_aligned]
+        constants += [c_row, c_col, *c, c_aligned]
     if spec.bias:
         constants += spec.bias.strides
     return constants
@@ -166,7 +171,8 @@ def prepare_recomputing(
     wait. The product, float32 or complex64, is row-major with contiguous matrices; the operands have the same batch
     shape.
     """
-    definitions: Macros = {"PRODUCT": ELEMENT[dtype], "A": ELEMENT[a.dtype], "B": ELEMENT[b.dtype]}
+    dtypes = (dtype, a.dtype, b.dtype)
+    definitions: Macros = dict(zip(("PRODUCT", "A", "B"), map(ELEMENT.__getitem__, dtypes), strict=True))
     product_strides = contiguous_strides(a.batch_shape, a.rows * leading_dimension)
     dimensions = batch_dimensions(a.batch_shape, product_strides, a.batch_strides, b.batch_strides)
     steps: list[Step] = []
@@ -177,7 +183,7 @@ def prepare_recomputing(
         constants += chain.from_iterable(batch.strides)
         blocks = -(-batch.matrices * a.rows * b.cols // THREADS)
         launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (THREADS,), "3Q", constants)
-        arrays = zip(("product", "a", "b"), batch.offsets, (dtype, a.dtype, b.dtype), strict=True)
+        arrays = zip(("product", "a", "b"), batch.offsets, dtypes, strict=True)
         used = [(name, at * x.itemsize) for name, at, x in arrays]
-        steps.append(KernelStep(used, [launch]))
+        steps.append(kernel_step(used, [launch]))
     return tuple(steps)

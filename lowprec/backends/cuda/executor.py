@@ -129,7 +129,7 @@ class GemmExecutor:
         key = (aligned, lowering)
         lowered = self._lowered.get(key)
         if lowered is None:
-            lowered = self._lowered.setdefault(
-                key, LoweredPlan(self.plan, arguments.a.device.index, aligned, _LOWERINGS[lowering][0])
-            )
+            options, _ = _LOWERINGS[lowering]
+            lowered = LoweredPlan(self.plan, arguments.a.device.index, aligned, options)
+            lowered = self._lowered.setdefault(key, lowered)
         return lowered

@@ -123,7 +123,8 @@ class Invocation:
             self._idle = [(self.descriptors.operation, operands.attributes)]
             choices = [x for x in choose(self) if x.data not in self.failures]
             if not choices:
-                errors = "; ".join(["", *self.failures.values()][:2])
+                first_errors = list(self.failures.values())[:1]
+                errors = "; ".join(["", *first_errors])
                 raise UnsupportedError(
                     f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {product}{errors}"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from lowprec.backends.cuda import autotune, handles, memory, runtime
@@ -41,24 +42,29 @@ class Multiply:
         #: Whether only the addresses of operands and result vary.
         self.is_alone = is_alone
         start = product.k_start
-        call, before_first, before_second = whole.over(plan.layout.k, start, start + _length(whole, product))
+        stop = start + _length(whole, product)
+        call, before_first, before_second = whole.over(plan.layout.k, start, stop)
         self._call = call
+        before_first *= call.first.dtype.itemsize
+        before_second *= call.second.dtype.itemsize
         #: Offsets in bytes in the packed operands.
-        self._before_a, self._before_b = _ordered(
-            call, before_first * call.first.dtype.itemsize, before_second * call.second.dtype.itemsize
-        )
+        self._before_a, self._before_b = _ordered(call, before_first, before_second)
         if whole.pack_a:  # with its parts in descending order
-            self._before_a += (whole.pack_a.parts - 1 - product.a_part) * whole.pack_a.part_bytes
+            last = whole.pack_a.parts - 1
+            self._before_a += (last - product.a_part) * whole.pack_a.part_bytes
         if whole.pack_b:
             self._before_b += product.b_part * whole.pack_b.part_bytes
         #: Alpha and beta of a staged product.
         self._factor = number(product.factor, whole.scale_dtype)
         self._sum_factor = number(float(product.accumulates), whole.scale_dtype)
-        self._alignment = alignment_of(*(x for part in whole.runs for row in byte_offsets(part) for x in row))
+        offsets: list[int] = []
+        for part in whole.runs:
+            offsets += chain.from_iterable(byte_offsets(part))
+        self._alignment = alignment_of(*offsets)
         #: By alignment of the pointers, of which that of the offsets is a part; equal products share them.
         self.invocations: dict[int, Invocation] = {}
 
-    def queue(self, addresses: Addresses, stream: int) -> Invocation:
+    def __call__(self, addresses: Addresses, stream: int) -> Invocation:
         """Queue the product, and return its invocation."""
         if self.is_alone:
             pointers = (addresses.packed_a, addresses.packed_b, addresses.product)
@@ -80,13 +86,16 @@ class Multiply:
         if invocation is not None:
             handle = handles.handle(self._device, stream)
             first, second = _ordered(self._call, a, b)
-            invocation.queue(handle, stream, self._factor, self._sum_factor, ((first, second, d, d),), workspace)
+            calls = ((first, second, d, d),)
+            invocation.queue(handle, stream, self._factor, self._sum_factor, calls, workspace)
         return invocation
 
     def _operands(self, at: Addresses) -> LtOperands:
         """Return addresses and factors in cuBLASLt's order; an epilogue applies the caller's factors."""
         call = self._call
-        first, second = _ordered(call, at.packed_a + self._before_a, at.packed_b + self._before_b)
+        a = at.packed_a + self._before_a
+        b = at.packed_b + self._before_b
+        first, second = _ordered(call, a, b)
         scales = _ordered(call, at.lt_scales_a, at.lt_scales_b)
         c = at.product
         bias = 0
@@ -202,7 +211,8 @@ class LoweredPlan:
         for product in plan.schedule:
             for part in call.runs:
                 step = Multiply(plan, self._device, part, product, is_alone)
-                step.invocations = known.setdefault((_length(part, product), part.batch_count), {})
+                extents = (_length(part, product), part.batch_count)
+                step.invocations = known.setdefault(extents, {})
                 self.products.append(step)
         self.is_plain = is_alone and self._staging is None and not plan.problem.has_blocks
 
@@ -266,7 +276,7 @@ class LoweredPlan:
         last = None
         for product in products:
             try:
-                last = product.queue(addresses, stream)
+                last = product(addresses, stream)
             except UnsupportedError as error:
                 if last is None or self._staging is not None:
                     raise

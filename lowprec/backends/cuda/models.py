@@ -9,6 +9,7 @@ from lowprec.backends.cuda.runtime import DeviceProperties
 from lowprec.formats import ComputeType
 from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
+from lowprec.planning.tensor_cores import Capability
 
 CUBLASLT = KernelRow(
     name="cublaslt",
@@ -53,7 +54,7 @@ _SMALL_WORKSPACE = 4 << 20
 _LARGE_SINCE = (9, 0)
 
 
-def _features(capability: tuple[int, int], cublas_version: int) -> frozenset[str]:
+def _features(capability: Capability, cublas_version: int) -> frozenset[str]:
     """Return the emulations that cuBLAS supports (cuBLAS documentation, "Floating Point Emulation")."""
     features = set()
     if cublas_version >= _BF16X9_SINCE and capability in ((10, 0), (10, 3)):
@@ -105,5 +106,5 @@ def predicted(device: str) -> Capabilities:
     )
 
 
-def _workspace_bytes(capability: tuple[int, int]) -> int:
+def _workspace_bytes(capability: Capability) -> int:
     return _LARGE_WORKSPACE if capability >= _LARGE_SINCE else _SMALL_WORKSPACE

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, Launch, Macros
 from lowprec.backends.cuda.libraries import cached
 from lowprec.backends.cuda.steps import (
-    KernelStep,
     LaunchBatch,
     Step,
-    Zeros,
+    Used,
     are_multiples,
     batch_dimensions,
+    kernel_step,
     launch_batches,
+    zeros,
 )
 from lowprec.formats import INT8_CODES
 from lowprec.planning.cublaslt.calls import PACKED, STEP_BYTES, TILE_VECTORS, Packing
@@ -101,7 +102,7 @@ def prepare_packing(packing: Packing, device: int, operand: str = "a") -> tuple[
     steps: list[Step] = []
     if packing.scaled and by_tiles:
         nbytes = packing.source.rows * prod(packing.source.batch_shape) * EXPONENT_BYTES
-        steps.append(Zeros(f"scales_{operand}", 0, nbytes))
+        steps.append(zeros(f"scales_{operand}", 0, nbytes))
     kernels = _by_tiles if by_tiles else _by_lines
     for batch in launch_batches(shape.batch, 1):
         used, strides = _arrays(packing, shape, batch, operand)
@@ -110,11 +111,7 @@ def prepare_packing(packing: Packing, device: int, operand: str = "a") -> tuple[
     return tuple(steps)
 
 
-#: Fields of ``Addresses`` with offsets in bytes.
-_Used: TypeAlias = list[tuple[str, int]]
-
-
-def _arrays(packing: Packing, shape: _Shape, batch: LaunchBatch, operand: str) -> tuple[_Used, tuple[int, int, int]]:
+def _arrays(packing: Packing, shape: _Shape, batch: LaunchBatch, operand: str) -> tuple[Used, tuple[int, int, int]]:
     """Return source, target and exponents of a batch, and the strides between lines, matrices and parts of the target.
 
     Strides are in numbers of the source.
@@ -173,7 +170,7 @@ def _launch(
 
 
 def _by_lines(
-    packing: Packing, shape: _Shape, batch: LaunchBatch, used: _Used, launch: Callable[..., Launch]
+    packing: Packing, shape: _Shape, batch: LaunchBatch, used: Used, launch: Callable[..., Launch]
 ) -> list[Step]:
     """Return kernels whose adjacent threads process adjacent columns."""
     vector = max(1, STEP_BYTES // min(shape.source_bytes, shape.out_bytes))
@@ -187,7 +184,8 @@ def _by_lines(
     aligned = (STEP_BYTES - 1, STEP_BYTES - 1)
     groups = -(-shape.out_cols // vector)
     if packing.scaled:
-        across = min(THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
+        threads_per_row = 1 << (groups - 1).bit_length()
+        across = min(THREADS, max(_LEAST_ACROSS, threads_per_row))
         block = (across, THREADS // across)
         wanted = -(-lines // block[1])
         fast = launch("pack_rows", wanted, block, 1, masks=aligned)
@@ -202,20 +200,21 @@ def _by_lines(
     launches = [slow]
     if regular:
         launches.insert(0, fast)
-    return [KernelStep(used, launches)]
+    return [kernel_step(used, launches)]
 
 
 def _by_tiles(
-    packing: Packing, shape: _Shape, batch: LaunchBatch, used: _Used, launch: Callable[..., Launch]
+    packing: Packing, shape: _Shape, batch: LaunchBatch, used: Used, launch: Callable[..., Launch]
 ) -> list[Step]:
     """Return kernels whose adjacent threads read adjacent rows and write adjacent columns."""
     # Pairs of bytes for elements of 16 bytes, of which a tile of words exceeds the shared memory.
     least = 2 if shape.out_bytes == STEP_BYTES else _WORD_BYTES
     source_word = max(least, shape.source_bytes)
     target_word = max(_WORD_BYTES, shape.out_bytes)
+    source_strides = [shape.col_stride, *batch.strides[0]]
     regular = (
         shape.row_stride == 1
-        and are_multiples(source_word, shape.source_bytes, [shape.col_stride, *batch.strides[0]])
+        and are_multiples(source_word, shape.source_bytes, source_strides)
         and are_multiples(target_word, shape.out_bytes, [shape.out_cols])
     )
     tall = -(-shape.out_rows // (_TILE * source_word // shape.source_bytes))
@@ -225,12 +224,14 @@ def _by_tiles(
     if regular:
         masks = (source_word - 1, target_word - 1)
         launches.insert(0, launch("pack_tiles", wanted, _TILE_BLOCK, 1, masks=masks))
-    steps: list[Step] = [KernelStep(used, launches)]
+    steps = [kernel_step(used, launches)]
     if packing.scaled:  # the exponents, cleared before, for the kernel that packs
         tall = -(-shape.rows // _TILE)
         wide = -(-shape.cols // _SPAN)
-        maxima = launch("pack_maxima", batch.matrices * tall * wide, _TILE_BLOCK, _SPAN, varying="2Q")
-        steps.insert(0, KernelStep([used[0], used[2]], [maxima]))
+        wanted = batch.matrices * tall * wide
+        maxima = launch("pack_maxima", wanted, _TILE_BLOCK, _SPAN, varying="2Q")
+        source, _, exponents = used
+        steps.insert(0, kernel_step([source, exponents], [maxima]))
     return steps
 
 
@@ -240,16 +241,17 @@ def _prepare_quantizing(packing: Packing, rule: Rule, device: int, operand: str)
     shape = (*source.batch_shape, 1, 1)
     strides = (*(packing.numbers or source.batch_strides), 1, 1)
     numbers = packed_strides(shape, strides)[:-2]
-    batches = list(launch_batches(batch_dimensions(source.batch_shape, source.batch_strides, numbers), 2))
+    dimensions = batch_dimensions(source.batch_shape, source.batch_strides, numbers)
+    batches = list(launch_batches(dimensions, 2))
     first = 0  # of the bytes that are cleared: the padding of scales, and the largest magnitudes
     if _scales(packing) == 1:
         first = source.rows * prod(source.batch_shape) * EXPONENT_BYTES
     steps: list[Step] = []
     if packing.scale_bytes > first:
-        steps.append(Zeros(f"scales_{operand}", first, packing.scale_bytes - first))
-    if packing.peaks:
-        steps += [_quantizing(packing, rule, batch, device, operand, seeks=True) for batch in batches]
-    steps += [_quantizing(packing, rule, batch, device, operand) for batch in batches]
+        steps.append(zeros(f"scales_{operand}", first, packing.scale_bytes - first))
+    passes = (True, False) if packing.peaks else (False,)
+    for seeks in passes:
+        steps += [_quantizing(packing, rule, batch, device, operand, seeks) for batch in batches]
     return tuple(steps)
 
 
@@ -285,9 +287,7 @@ def _quantizing_macros(packing: Packing, rule: Rule, seeks: bool, loads: int) ->
     }
 
 
-def _quantizing(
-    packing: Packing, rule: Rule, batch: LaunchBatch, device: int, operand: str, *, seeks: bool = False
-) -> Step:
+def _quantizing(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, operand: str, seeks: bool) -> Step:
     """Return the kernel for the matrices of a launch."""
     source = packing.source
     out_rows = packing.padded_rows
@@ -333,7 +333,7 @@ def _quantizing(
         (f"scales_{operand}", peaks * EXPONENT_BYTES),
         (f"draw_{operand}", 0),
     ]
-    return KernelStep(used, launches)
+    return kernel_step(used, launches)
 
 
 def _signed(number: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda.libraries import cached, libraries, version_text
 from lowprec.errors import BackendError, DeviceError, DeviceMemoryError
+from lowprec.planning.tensor_cores import Capability
 
 _MIB = 1 << 20
 
@@ -46,7 +47,7 @@ class DeviceProperties:
 
     index: int
     name: str
-    capability: tuple[int, int]
+    capability: Capability
     memory_bytes: int
     multiprocessors: int
     clock_khz: int

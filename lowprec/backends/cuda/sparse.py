@@ -74,7 +74,8 @@ class SparseProduct:
         name = "COMPUTE_32I" if call.first.dtype is DType.INT8 else "COMPUTE_32F"
         ops = (self._op_b, OPERATIONS[call.op_second])
         matrices = (self._b.pointer, a.pointer, d.pointer, d.pointer)
-        product = create("matmul_descriptor", *ops, *matrices, int(getattr(lt.ComputeType, name)))
+        compute_type = int(getattr(lt.ComputeType, name))
+        product = create("matmul_descriptor", *ops, *matrices, compute_type)
         if bias:
             value = np.array([bias], np.uintp)
             attribute = int(lt.MatmulDescAttribute.BIAS_POINTER)
@@ -84,7 +85,7 @@ class SparseProduct:
         self._used = (a, d, product, chosen)  # the plan may refer to them
         self._workspace_bytes = int(lt.matmul_get_workspace(handle, self._plan.pointer))
         self.compressed_bytes, self._buffer_bytes = lt.sp_mma_compressed_size2(handle, self._b.pointer)
-        version = ".".join(str(lt.get_property(i)) for i in range(3))
+        version = ".".join(map(str, map(lt.get_property, range(3))))
         text = f"cuSPARSELt {version}, its default algorithm, workspace {self._workspace_bytes} B"
         self.info = SimpleNamespace(text=text, uses_tensor_cores=True)
 
@@ -103,7 +104,7 @@ class SparseProduct:
             raise UnsupportedError("cuSPARSELt does not find the 2:4 pattern in b")
 
     @_translated("run a sparse product")
-    def queue(self, addresses: Addresses, stream: int) -> SparseProduct:
+    def __call__(self, addresses: Addresses, stream: int) -> SparseProduct:
         """Queue the product with the compressed ``b`` at ``packed_b``, and return it."""
         alpha = number(1.0, DType.FLOAT32)
         beta = number(0.0, DType.FLOAT32)
@@ -163,7 +164,8 @@ def prepared_product(call: CublasLtCall, arguments: Arguments, addresses: Addres
     bias = addresses.bias if "BIAS" in call.epilogue else 0
     if any(address % STEP_BYTES for address in addresses[:5]):
         return f"cuSPARSELt needs pointers that are multiples of {STEP_BYTES} bytes: a dense product"
-    product = _product(call, _pool.handle(arguments.a.device.index, stream), bias)
+    handle = _pool.handle(arguments.a.device.index, stream)
+    product = _product(call, handle, bias)
     compress = partial(product.compress, addresses.b, stream)
     key = (TWO_OF_FOUR, call.first, call.op_first, addresses.b)
     block = packed_block(arguments.b, key, product.compressed_bytes, stream, compress, "the compressed b")

@@ -19,7 +19,7 @@ from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
 from lowprec.backends.cuda.packing import prepare_packing
-from lowprec.backends.cuda.steps import Addresses, Step, Zeros, queue_all
+from lowprec.backends.cuda.steps import Addresses, Step, queue_all, zeros
 from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, MatrixStack
@@ -80,7 +80,8 @@ class Staging:
         self.after: list[Step] = []
         self._pack_b = call.pack_b if call else None
         if call is None:
-            self._add_zeros("product", layout.batch_count * layout.m * layout.n * plan.accumulator.itemsize)
+            elements = layout.batch_count * layout.m * layout.n
+            self._add_zeros("product", elements * plan.accumulator.itemsize)
         else:
             self._lay_out(call, layout, device)
         if "product" in self._starts:
@@ -91,17 +92,17 @@ class Staging:
             self.after += prepare_epilogue(spec, device)
 
     def _lay_out(self, call: CublasLtCall, layout: GemmLayout, device: int) -> None:
-        packs = (call.pack_a, call.pack_b)
         has_exponents = _has_exponents(call)
-        extents = (layout.m, layout.n)
-        for name, pack, extent in zip("ab", packs, extents, strict=True):
+        operands = (("a", call.pack_a, layout.m), ("b", call.pack_b, layout.n))
+        for name, pack, extent in operands:
             if pack is not None and (pack.scaled or not has_exponents):
                 self._add(f"scales_{name}", pack.scale_bytes)
                 if pack.scale_mode:
                     scales = self._starts[f"scales_{name}"] + EXPONENT_BYTES * pack.factor_words
                     self._starts[f"lt_scales_{name}"] = scales
             elif has_exponents:
-                self._add_zeros(f"scales_{name}", EXPONENT_BYTES * layout.batch_count * extent)
+                count = layout.batch_count * extent
+                self._add_zeros(f"scales_{name}", EXPONENT_BYTES * count)
         if call.staged:
             self._add("product", call.product_bytes)
         self.bytes_without_b = self.nbytes
@@ -120,7 +121,7 @@ class Staging:
 
     def _add_zeros(self, name: str, nbytes: int) -> None:
         self._add(name, nbytes)
-        self._before.append(Zeros(name, 0, nbytes))
+        self._before.append(zeros(name, 0, nbytes))
 
     def kept_b(self, arguments: Arguments, addresses: Addresses) -> dict[str, Any]:
         """Return the addresses of the packed operand of a prepared ``b``, empty if each product packs its own."""
@@ -135,7 +136,8 @@ class Staging:
         start = _aligned(pack.nbytes)
 
         def fill(at: int) -> None:
-            queue_all(self._before_b, addresses._replace(packed_b=at, scales_b=at + start), stream)
+            target = addresses._replace(packed_b=at, scales_b=at + start)
+            queue_all(self._before_b, target, stream)
 
         block = packed_block(view, key, start + pack.scale_bytes, stream, fill, "the packed b")
         kept = {"packed_b": block.address}
@@ -243,7 +245,8 @@ def are_contiguous(arguments: Arguments) -> bool:
 
 def _contiguous(x: QuantizedArray) -> PackedOperand:
     parts = map(codes_view, (x.codes, x.scales))
-    return PackedOperand(all(part.strides == contiguous_strides(part.shape) for part in parts), 0)
+    answer = all(part.strides == contiguous_strides(part.shape) for part in parts)
+    return PackedOperand(answer, 0)
 
 
 def _tiles(view: ArrayView, stream: int) -> ArrayView:
@@ -264,11 +267,13 @@ def _tiles(view: ArrayView, stream: int) -> ArrayView:
     def pack(address: int) -> None:
         _wait(view.quantized.scales, stream, device)
         source = MatrixStack.of(DType.INT8, rows, columns, columns, 1)
-        tiles = MatrixStack.of(
-            DType.INT8, _COLUMNS, _COLUMNS, _APART * length, 1, (tall, wide, _APART), (_ROWS * length, _COLUMNS, length)
-        )
-        pad = prepare_packing(Packing(source, DType.INT8, length, tall * _ROWS), device.index)
-        arrange = prepare_packing(Packing(tiles, DType.INT8, _COLUMNS, _COLUMNS), device.index)
+        batch = (tall, wide, _APART)
+        strides = (_ROWS * length, _COLUMNS, length)
+        tiles = MatrixStack.of(DType.INT8, _COLUMNS, _COLUMNS, _APART * length, 1, batch, strides)
+        padding = Packing(source, DType.INT8, length, tall * _ROWS)
+        arranging = Packing(tiles, DType.INT8, _COLUMNS, _COLUMNS)
+        pad = prepare_packing(padding, device.index)
+        arrange = prepare_packing(arranging, device.index)
         with memory.temporary(nbytes, device.index, stream) as padded:
             queue_all(pad, Addresses(a=scales.address, packed_a=padded), stream)
             queue_all(arrange, Addresses(a=padded, packed_a=address), stream)

@@ -5,13 +5,13 @@ Batches with any strides are divided into kernel launches, which have at most th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.compiling import Launch
-from lowprec.util.strides import Dimension, coalesce, offsets_of
+from lowprec.util.strides import Dimension, Shape, Shapes, coalesce, offsets_of
 
 #: Batch dimensions of one launch.
 _PER_LAUNCH = 3
@@ -45,52 +45,47 @@ class Addresses(NamedTuple):
     workspace: tuple[int, int] = (0, 0)
 
 
-class Step(Protocol):
-    """Work on the device."""
+#: Queues work for addresses on a stream of the current device; a product returns its invocation.
+Step: TypeAlias = Callable[[Addresses, int], Any]
 
-    def queue(self, addresses: Addresses, stream: int) -> Any:
-        """Queue the work on a stream of the current device; a product returns its invocation."""
-
-
-class Zeros(NamedTuple):
-    """Sets memory to zero."""
-
-    name: str  # field of ``Addresses``
-    start: int
-    nbytes: int
-
-    def queue(self, addresses: Addresses, stream: int) -> None:
-        address = getattr(addresses, self.name) + self.start
-        runtime.call("cudaMemsetAsync", address, 0, self.nbytes, stream)
+#: Fields of ``Addresses`` with offsets in bytes.
+Used: TypeAlias = Sequence[tuple[str, int]]
 
 
-class KernelStep:
-    """The first of several kernels whose ``masks`` the addresses fit.
+def zeros(name: str, start: int, nbytes: int) -> Step:
+    """Return the step that sets memory to zero, from an offset in a field of ``Addresses`` on."""
 
-    ``used`` has the fields of ``Addresses`` in the order of the kernel's parameters, with offsets in bytes.
+    def queue(addresses: Addresses, stream: int) -> None:
+        address = getattr(addresses, name) + start
+        runtime.call("cudaMemsetAsync", address, 0, nbytes, stream)
+
+    return queue
+
+
+def kernel_step(used: Used, launches: Sequence[Launch], *, has_factors: bool = False) -> Step:
+    """Return the step of the first of several kernels whose ``masks`` the addresses fit.
+
+    ``used`` is in the order of the kernel's parameters.
     """
+    places = [(Addresses._fields.index(name), offset) for name, offset in used]
 
-    def __init__(
-        self, used: Sequence[tuple[str, int]], launches: Sequence[Launch], *, has_factors: bool = False
-    ) -> None:
-        self._used = [(Addresses._fields.index(name), offset) for name, offset in used]
-        self._launches = launches
-        self._has_factors = has_factors
-
-    def queue(self, addresses: Addresses, stream: int) -> None:
-        at: list[int] = [addresses[index] + offset for index, offset in self._used]  # type: ignore[operator, misc]
+    def queue(addresses: Addresses, stream: int) -> None:
+        at: list[int] = [addresses[index] + offset for index, offset in places]  # type: ignore[operator, misc]
         factors: tuple[float, ...] = ()
-        if self._has_factors:
+        if has_factors:
             alpha = addresses.alpha
             beta = addresses.beta
             factors = (alpha.real, alpha.imag, beta.real, beta.imag)
-        fitting = (x for x in self._launches if not any(map(int.__and__, at, x.masks)))
-        next(fitting)(stream, *at, *factors)
+        fitting = (x for x in launches if not any(map(int.__and__, at, x.masks)))
+        launch = next(fitting)
+        launch(stream, *at, *factors)
+
+    return queue
 
 
 def queue_all(steps: Iterable[Step], addresses: Addresses, stream: int) -> None:
     for step in steps:
-        step.queue(addresses, stream)
+        step(addresses, stream)
 
 
 class LaunchBatch(NamedTuple):
@@ -98,14 +93,15 @@ class LaunchBatch(NamedTuple):
 
     matrices: int  # of this launch
     before: int  # matrices of earlier launches
-    offsets: tuple[int, ...]  # of the first matrix of each array
-    extents: tuple[int, ...]  # of the two inner dimensions
-    strides: tuple[tuple[int, ...], ...]  # of each array over the three dimensions
+    offsets: Shape  # of the first matrix of each array
+    extents: Shape  # of the two inner dimensions
+    strides: Shapes  # of each array over the three dimensions
 
 
 def batch_dimensions(shape: Sequence[int], *strides: Sequence[int]) -> list[Dimension]:
     """Return the dimensions of a batch of arrays with these strides."""
-    return list(zip(shape, zip(*strides, strict=True), strict=True))
+    of_dimensions = zip(*strides, strict=True)
+    return list(zip(shape, of_dimensions, strict=True))
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
@@ -113,9 +109,9 @@ def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Lau
     dimensions = [none] * _PER_LAUNCH + coalesce(dimensions)
     outer = dimensions[:-_PER_LAUNCH]
     inner = dimensions[-_PER_LAUNCH:]
-    extents = tuple(extent for extent, _ in inner)
+    extents, steps = zip(*inner, strict=True)
     matrices = prod(extents)
-    strides = tuple(zip(*(steps for _, steps in inner), strict=True))
+    strides = tuple(zip(*steps, strict=True))
     for number, offsets in enumerate(offsets_of(outer, arrays)):
         yield LaunchBatch(matrices, number * matrices, offsets, extents[1:], strides)
 
