@@ -7,11 +7,8 @@ NumPy, which keeps subnormal numbers; JAX flushes them to zero. Integers have 32
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from lowprec.arrays.namespaces import cast, converted
 from lowprec.arrays.narrow_numbers import (
@@ -26,6 +23,7 @@ from lowprec.arrays.narrow_numbers import (
 from lowprec.arrays.random_words import transformed, words_of
 from lowprec.formats import ELEMENTS, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, FLOAT32, UINT4_CODES, BlockFormat, NumberFormat
 from lowprec.recipes import Rule
+from lowprec.util.strides import Shape
 
 
 class _Scales(NamedTuple):
@@ -63,7 +61,8 @@ def rounded(
     x = xp.moveaxis(converted(x, xp.float32), axis, -1)
     shape = x.shape
     vectors = shape[-2] if len(shape) > 1 else 1
-    x = x.reshape((prod(shape[:-2]), vectors, shape[-1]))
+    batches = prod(shape[:-2])
+    x = x.reshape((batches, vectors, shape[-1]))
     if 0 in shape:
         return _of_nothing(x, shape, axis, rule, xp)
     if rule.hadamard:
@@ -77,22 +76,26 @@ def rounded(
     quotients = spread.quotients(magnitude.view(xp.float32), spread.divisors)
     codes = nearest_codes(quotients, to, xp, random)
     if row:
-        codes = xp.where(spread.usable, codes | ((bits >> 28) & 8), 0)
+        sign = (bits >> 28) & 8
+        codes = xp.where(spread.usable, codes | sign, 0)
         codes, stored = _in_blocks(codes, found, rule, row, xp)
-        return codes.reshape((*shape[:-1], -1)), stored[:, :vectors].reshape((*shape[:-1], -1)), whole
+        along_k = (*shape[:-1], -1)
+        scales = stored[:, :vectors].reshape(along_k)
+        return codes.reshape(along_k), scales, whole
     if rule.elements == "int8":
         values = _integers(codes, bits, spread.usable, xp)
     else:
         values = numbers_of(codes, to, 31, xp) * spread.multipliers
-        values = xp.where((bits < 0) & spread.usable, -values, values)
+        is_negative = (bits < 0) & spread.usable
+        values = xp.where(is_negative, -values, values)
         if rule.marks_elements:
             values = xp.where(magnitude < INFINITY, values, float("nan"))
         values = cast(values, "bfloat16")
-    values = values.reshape(shape)
-    return xp.moveaxis(values, -1, axis), _stored_scales(found, rule, shape, xp), whole
+    values = xp.moveaxis(values.reshape(shape), -1, axis)
+    return values, _stored_scales(found, rule, shape, xp), whole
 
 
-def _stored_scales(found: _Scales, rule: Rule, shape: tuple[int, ...], xp: Any) -> Any:
+def _stored_scales(found: _Scales, rule: Rule, shape: Shape, xp: Any) -> Any:
     """Return the float32 scales of vectors or blocks; None without these."""
     if rule.scaling == "vector":
         return found.stored.reshape(shape[:-1])
@@ -106,12 +109,14 @@ def _stored_scales(found: _Scales, rule: Rule, shape: tuple[int, ...], xp: Any) 
 def _in_blocks(codes: Any, found: _Scales, rule: Rule, row: BlockFormat, xp: Any) -> tuple[Any, Any]:
     """Return the bytes of codes with signs, and the codes of the scales of each vector's blocks."""
     high, wide = rule.block
-    codes = _in_bytes(_blocks_of(codes, 1, wide, xp).reshape((-1, wide)), row, xp)
+    blocks = _blocks_of(codes, 1, wide, xp).reshape((-1, wide))
     not_finite = 0xFF
     if rule.block_scale == "e4m3":
         not_finite = 0x7F
-    stored = xp.where(found.multipliers != found.multipliers, not_finite, found.stored)
-    return codes, xp.repeat(converted(stored, xp.uint8), high, 1)
+    is_nan = found.multipliers != found.multipliers
+    stored = xp.where(is_nan, not_finite, found.stored)
+    stored = converted(stored, xp.uint8)
+    return _in_bytes(blocks, row, xp), xp.repeat(stored, high, 1)
 
 
 def _integers(codes: Any, bits: Any, usable: Any, xp: Any) -> Any:
@@ -139,12 +144,15 @@ def _scales_by_rule(magnitude: Any, rule: Rule, to: NumberFormat, xp: Any) -> tu
         kind = rule.block_scale
     if rule.marks_elements:
         blocks = counted
-    found = _scales(xp.amax(blocks, (-3, -1)), kind, to, whole, xp, rule.power_scales)
-    divisors, multipliers, usable = (_spread(x, high, wide, magnitude.shape, xp) for x in found[1:4])
-    return whole, found, found._replace(divisors=divisors, multipliers=multipliers, usable=usable)
+    peak = xp.amax(blocks, (-3, -1))
+    found = _scales(peak, kind, to, whole, xp, rule.power_scales)
+    spread = {}
+    for name in ("divisors", "multipliers", "usable"):
+        spread[name] = _spread(getattr(found, name), high, wide, magnitude.shape, xp)
+    return whole, found, found._replace(**spread)
 
 
-def _of_nothing(x: Any, shape: tuple[int, ...], axis: int, rule: Rule, xp: Any) -> tuple[Any, Any, Any]:
+def _of_nothing(x: Any, shape: Shape, axis: int, rule: Rule, xp: Any) -> tuple[Any, Any, Any]:
     """Return the results of :func:`rounded` for an array without elements."""
     if rule.elements == "int8":
         values = converted(x, xp.int8)
@@ -158,12 +166,14 @@ def _of_nothing(x: Any, shape: tuple[int, ...], axis: int, rule: Rule, xp: Any) 
         along_k = -(-shape[-1] // rule.block[1])
         of_vectors = -(-shape[-2] // rule.block[0])
         scales = xp.broadcast_to(one, (*shape[:-2], along_k, of_vectors))
-    return xp.moveaxis(values.reshape(shape), -1, axis), scales, one
+    values = xp.moveaxis(values.reshape(shape), -1, axis)
+    return values, scales, one
 
 
 def _tensor_scale(rule: Rule, counted: Any, to: NumberFormat, xp: Any) -> Any:
     """Return the scale of a tensor, shape (), from its magnitudes' bits."""
-    one = xp.ones_like(counted[0, 0, 0, 0, 0].view(xp.float32))
+    first = counted[0, 0, 0, 0, 0]
+    one = xp.ones_like(first.view(xp.float32))
     if rule.scaling == "tensor" or rule.block_scale == "e4m3":
         largest = to.largest
         if rule.scaling == "block":
@@ -177,7 +187,9 @@ def _blocks_of(x: Any, high: int, wide: int, xp: Any) -> Any:
     x = padded(x, 1, high, xp)
     x = padded(x, 2, max(wide, 1), xp)
     batches, vectors, k = x.shape
-    return x.reshape((batches, vectors // high, high, k // max(wide, 1), wide))
+    of_vectors = vectors // high
+    along_k = k // max(wide, 1)
+    return x.reshape((batches, of_vectors, high, along_k, wide))
 
 
 def padded(x: Any, axis: int, size: int, xp: Any) -> Any:
@@ -187,41 +199,19 @@ def padded(x: Any, axis: int, size: int, xp: Any) -> Any:
         return x
     padding = [*x.shape]
     padding[axis] = missing
-    zeros = xp.zeros_like(x[(slice(1),) * x.ndim])
-    zeros = xp.broadcast_to(zeros, tuple(padding))
+    first = x[(slice(1),) * x.ndim]
+    zeros = xp.broadcast_to(xp.zeros_like(first), tuple(padding))
     return xp.concatenate((x, zeros), axis)
 
 
-def _spread(x: Any, high: int, wide: int, shape: tuple[int, ...], xp: Any) -> Any:
+def _spread(x: Any, high: int, wide: int, shape: Shape, xp: Any) -> Any:
     """Repeat the numbers of blocks for their elements; the inverse of :func:`_blocks_of`."""
     batches, of_vectors, along_k = x.shape
-    x = xp.broadcast_to(x[:, :, None, :, None], (batches, of_vectors, high, along_k, wide))
+    _, vectors, k = shape
+    blocks = (batches, of_vectors, high, along_k, wide)
+    x = xp.broadcast_to(x[:, :, None, :, None], blocks)
     x = x.reshape((batches, of_vectors * high, along_k * wide))
-    return x[:, : shape[1], : shape[2]]
-
-
-def array_scale(blocks: Iterable[Any], row: BlockFormat, xp: Any) -> float:
-    """Return the scale of an array, given in parts, by its largest finite magnitude."""
-    if not row.has_scale:
-        return 1.0
-    peaks = (_largest(x, xp) for x in blocks if 0 not in x.shape)
-    peak = max(peaks, default=0.0)
-    if not peak:
-        return 1.0
-    largest = row.elements.largest
-    if row.scales:
-        largest *= row.scales.largest
-    # Of float32 numbers, the quotient in float64 rounds to the same float32 number.
-    return max(float(np.float32(peak / largest)), FLOAT32.smallest_normal)
-
-
-def _largest(x: Any, xp: Any) -> float:
-    """Return the largest finite magnitude."""
-    magnitude, limit = magnitudes(x, xp)
-    bits = int(xp.amax(xp.where(magnitude < limit, magnitude, 0)))
-    if x.dtype == xp.float64:
-        return float(np.int64(bits).view(np.float64))
-    return float(np.int32(bits).view(np.float32))
+    return x[:, :vectors, :k]
 
 
 def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "floor") -> tuple[Any, ...]:
@@ -237,10 +227,12 @@ def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "fl
         return _encode_with_float_scales(x, row, xp)
     magnitude, limit = magnitudes(x, xp)
     absolute = magnitude.view(x.dtype)
-    sign = x.view(magnitude.dtype) >> (8 * magnitude.itemsize - row.bits)
+    below = 8 * magnitude.itemsize - row.bits
+    sign = x.view(magnitude.dtype) >> below
     sign = sign & (1 << (row.bits - 1))
     if row.scales is None:
-        codes = nearest_codes(absolute / xp.full_like(x[:1], scale), row.elements, xp)
+        divisor = xp.full_like(x[:1], scale)
+        codes = nearest_codes(absolute / divisor, row.elements, xp)
         codes = xp.where(magnitude < limit, codes, 0x7F)
         return (converted(codes | sign, xp.uint8),)
     peak = xp.amax(magnitude, -1)
@@ -252,7 +244,8 @@ def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "fl
         not_a_number = 0xFF
         peak = xp.where(finite, peak, 0).view(x.dtype)
         peak = rounded_to_odd(peak, xp).view(xp.int32)
-    found = _scales(peak, kind, row.elements, xp.full_like(x[:1, 0], scale), xp)
+    whole = xp.full_like(x[:1, 0], scale)
+    found = _scales(peak, kind, row.elements, whole, xp)
     usable = finite & found.usable
     divisors = xp.where(usable, found.divisors, 1.0)
     quotients = found.quotients(absolute, divisors[:, None])
@@ -264,14 +257,16 @@ def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "fl
 
 def _in_bytes(codes: Any, row: BlockFormat, xp: Any) -> Any:
     if row.bits == 4:  # two codes in a byte, the first in its low half
-        codes = codes[:, ::2] | (codes[:, 1::2] << 4)
+        low = codes[:, ::2]
+        high = codes[:, 1::2]
+        codes = low | (high << 4)
     return converted(codes, xp.uint8)
 
 
 def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, ...]:
     """Return codes, float32 scales and, of int4 with zeros, these."""
-    bits = x.view(xp.int64 if x.dtype == xp.float64 else xp.int32)
     magnitude, limit = magnitudes(x, xp)
+    bits = x.view(magnitude.dtype)
     absolute = magnitude.view(x.dtype)
     finite = magnitude < limit
     is_float = row.elements is FLOAT8_E4M3FN
@@ -280,7 +275,8 @@ def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, .
     counted = magnitude
     if is_float:
         counted = xp.where(finite, magnitude, 0)
-    found = _scales(xp.amax(counted, -1), "float32", row.elements, None, xp)
+    peak = xp.amax(counted, -1)
+    found = _scales(peak, "float32", row.elements, None, xp)
     divisors = xp.where(found.usable, found.divisors, 1.0)
     codes = nearest_codes(absolute / divisors[:, None], row.elements, xp)
     if is_float:
@@ -303,11 +299,12 @@ def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp:
     largest = _unfolded(UINT4_CODES.largest, finite, xp)
     size = converted(high / largest + low / largest, xp.float32)
     scales = xp.where(size < FLOAT32.smallest_normal, FLOAT32.smallest_normal, size)
-    scales = xp.where((low > 0) | (high > 0), scales, 1.0)
-    scales = converted(scales, xp.float32)
+    has_numbers = (low > 0) | (high > 0)
+    scales = converted(xp.where(has_numbers, scales, 1.0), xp.float32)
     zeros = nearest_codes(low / scales, row.elements, xp)
     codes = nearest_codes(absolute / scales[:, None], row.elements, xp)
-    codes = xp.where(x < 0, -codes, codes) + zeros[:, None]
+    signed = xp.where(x < 0, -codes, codes)
+    codes = signed + zeros[:, None]
     codes = xp.clip(codes, 0, int(row.elements.largest))
     codes = xp.where(finite[:, None], codes, 0)
     scales = xp.where(finite, scales, float("nan"))
@@ -316,12 +313,14 @@ def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp:
 
 def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any, powers: bool = False) -> _Scales:
     """Return the scales of blocks by the bits of their largest magnitudes."""
-    finite = peak < (INFINITY if peak.dtype == xp.int32 else OVERFLOW)
+    limit = INFINITY if peak.dtype == xp.int32 else OVERFLOW
+    finite = peak < limit
     if kind == "e4m3":
         return _e4m3_scales(peak, finite, to, whole, xp)
     if kind != "float32":
         return _power_scales(peak, finite, kind, to, xp)
-    scales = _float_scale(xp.where(finite, peak, 0), to.largest, xp, powers)
+    counted = xp.where(finite, peak, 0)
+    scales = _float_scale(counted, to.largest, xp, powers)
     scales = xp.where(finite, scales, float("nan"))
     return _Scales(scales, scales, xp.ones_like(scales), finite)
 
@@ -334,20 +333,24 @@ def _power_scales(peak: Any, finite: Any, kind: str, to: NumberFormat, xp: Any) 
             limit = 1 - 2.0**-to.precision - 1 / HIDDEN
         doubles = (peak & (HIDDEN - 1)) > int(limit * HIDDEN)
         scales = scales + converted(doubles, xp.int32)
-    scales = xp.where(finite, xp.clip(scales, 0, 254), 255)
-    reciprocals = xp.where(finite, 254 - scales, 127) << 23
+    scales = xp.clip(scales, 0, 254)
+    scales = xp.where(finite, scales, 255)
+    exponents = xp.where(finite, 254 - scales, 127)
+    reciprocals = (exponents << 23).view(xp.float32)
     powers = xp.where(finite, _power(scales, xp), float("nan"))
-    return _Scales(scales, reciprocals.view(xp.float32), powers, finite, inverted=True)
+    return _Scales(scales, reciprocals, powers, finite, inverted=True)
 
 
 def _power(scales: Any, xp: Any) -> Any:
     """Return the powers of two of E8M0 codes, of which 2^-127 is subnormal."""
-    return xp.where(scales > 0, scales << 23, 1 << 22).view(xp.float32)
+    bits = xp.where(scales > 0, scales << 23, 1 << 22)
+    return bits.view(xp.float32)
 
 
 def _e4m3_scales(peak: Any, finite: Any, to: NumberFormat, whole: Any, xp: Any) -> _Scales:
     largest = converted(_unfolded(to.largest, peak, xp), whole.dtype)
-    scales = nearest_codes(peak.view(whole.dtype) / largest / whole, FLOAT8_E4M3FN, xp)
+    quotients = peak.view(whole.dtype) / largest / whole
+    scales = nearest_codes(quotients, FLOAT8_E4M3FN, xp)
     numbers = numbers_of(scales, FLOAT8_E4M3FN, 31, xp)
     usable = scales > 0
     divisors = xp.where(usable, numbers * whole, 1.0)
@@ -357,8 +360,8 @@ def _e4m3_scales(peak: Any, finite: Any, to: NumberFormat, whole: Any, xp: Any) 
 
 def _float_scale(peak: Any, largest: float, xp: Any, powers: bool = False) -> Any:
     """Return the float32 scales of blocks by the bits of their largest magnitudes; ``powers`` rounds them up."""
-    number = peak.view(xp.float32 if peak.dtype == xp.int32 else xp.float64)
-    scale = number / _unfolded(largest, peak, xp)
+    dtype = xp.float32 if peak.dtype == xp.int32 else xp.float64
+    scale = peak.view(dtype) / _unfolded(largest, peak, xp)
     scale = xp.where(scale < FLOAT32.smallest_normal, FLOAT32.smallest_normal, scale)
     scale = converted(xp.where(peak > 0, scale, 1.0), xp.float32)
     if not powers:
@@ -369,14 +372,17 @@ def _float_scale(peak: Any, largest: float, xp: Any, powers: bool = False) -> An
 
 def _unfolded(number: float, like: Any, xp: Any) -> Any:
     """Return a number as an array, hidden from XLA's constant folding, which multiplies by reciprocals of constants."""
-    return converted(xp.where(like >= 0, number, 1.0), xp.float32)
+    numbers = xp.where(like >= 0, number, 1.0)
+    return converted(numbers, xp.float32)
 
 
 def decode(codes: Any, scales: Any, zeros: Any, row: BlockFormat, scale: float, xp: Any) -> Any:
     """Return the float32 values of codes: the arguments are those that :func:`encode` returned, or None."""
     codes = converted(codes, xp.int32)
     if row.bits == 4:
-        pairs = xp.stack((codes & 15, codes >> 4), -1)
+        low = codes & 15
+        high = codes >> 4
+        pairs = xp.stack((low, high), -1)
         codes = pairs.reshape((len(codes), row.block))
     if row.has_float_scales:
         return _with_float_scales(codes, zeros, row, xp) * scales[:, None]
@@ -398,7 +404,9 @@ def _with_float_scales(codes: Any, zeros: Any, row: BlockFormat, xp: Any) -> Any
     if row.elements is FLOAT8_E4M3FN:
         return numbers_of(codes, row.elements, 8, xp)
     if row.has_zeros:
-        codes = codes - converted(zeros, xp.int32)[:, None]
+        zeros = converted(zeros, xp.int32)
+        codes = codes - zeros[:, None]
     else:
-        codes = codes - ((codes << 1) & (1 << row.bits))
+        sign = (codes << 1) & (1 << row.bits)
+        codes = codes - sign
     return converted(codes, xp.float32)

@@ -12,6 +12,7 @@ from lowprec.arrays.base import Library
 from lowprec.arrays.view import FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
+from lowprec.util.strides import Shape
 
 _CUDA = 2
 _ROCM = 10
@@ -47,7 +48,7 @@ class CupyLibrary(Library):
         device = Device(self._device_type, int(array.device.id))
         return ArrayView(dtype, array.shape, strides, device, array, False, array.data.ptr)
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
+    def allocate(self, shape: Shape, dtype: DType, device: Device, like: Any) -> ArrayView:
         with self._cupy.cuda.Device(device.index):
             return self.describe(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))
 

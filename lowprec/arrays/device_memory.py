@@ -28,22 +28,15 @@ PER_THREAD_STREAM = 2
 UNKNOWN_STREAM = 0
 
 
-class DeviceBlock(Protocol):
-    """Device memory; it is freed once this object is destroyed and the queued work on it has run."""
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte; valid also for empty blocks."""
-
-    def used_on(self, stream: int) -> None:
-        """Free the memory only after the work that is then queued on this stream."""
-
-
 class DeviceMemory(Protocol):
     """Memory and stream functions of a backend; a module with these functions is a provider."""
 
-    def allocate(self, nbytes: int, device: Device, stream: int) -> DeviceBlock:
-        """Return new memory for use on a stream."""
+    def allocate(self, nbytes: int, device: Device, stream: int) -> Any:
+        """Return new memory for use on a stream, freed once it is destroyed and the queued work on it has run.
+
+        Its ``address`` is that of the first byte, also if it is empty. After ``used_on(stream)`` it is freed only after
+        the work that is then queued on this stream.
+        """
 
     def own_stream(self, device: Device) -> int:
         """Return lowprec's stream of a device, the same in every call."""
@@ -97,8 +90,10 @@ class DeviceArray(DLPackArray):
     __slots__ = ("_block", "_device", "stream")
 
     def __init__(self, shape: Shape, dtype: DType, device: Device, stream: int) -> None:
-        block = provider(device).allocate(prod(shape) * dtype.itemsize, device, stream)
-        super().__init__(np.ndarray(shape, NUMPY_DTYPES[dtype], memory_at(block.address, block)))
+        nbytes = prod(shape) * dtype.itemsize
+        block = provider(device).allocate(nbytes, device, stream)
+        memory = memory_at(block.address, block)
+        super().__init__(np.ndarray(shape, NUMPY_DTYPES[dtype], memory))
         self._block = block
         self._device = device
         self.stream = stream  # on which the elements are written

@@ -247,7 +247,7 @@ class DLPackArray:
         return self._memory
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Length of each axis."""
         return self._memory.shape
 

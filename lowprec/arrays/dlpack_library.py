@@ -11,6 +11,7 @@ from lowprec.arrays.numpy_library import NUMPY, host_view
 from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
+from lowprec.util.strides import Shape
 
 _CUDA = 2
 
@@ -45,7 +46,7 @@ class DLPackLibrary(Library):
             )
         return view
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
+    def allocate(self, shape: Shape, dtype: DType, device: Device, like: Any) -> ArrayView:
         if device == CPU:
             return NUMPY.allocate(shape, dtype, device, like)
         return DeviceArray(shape, dtype, device, LEGACY_STREAM).view()

@@ -19,6 +19,7 @@ from lowprec.arrays.numpy_library import aligned_empty, host_view
 from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer, stand_in
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType, dtype_from_name
+from lowprec.util.strides import Shape
 
 _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
@@ -88,7 +89,7 @@ class JaxLibrary(Library):
             return provider(device).own_stream(device)
         return None
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
+    def allocate(self, shape: Shape, dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of new memory that JAX can import: a NumPy array, or a DeviceArray on a GPU."""
         self.check_result(dtype)
         if device != CPU:

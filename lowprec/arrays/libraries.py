@@ -120,7 +120,8 @@ def _find(array: Any) -> Library:
         )
     if dense := dense_method(array):
         raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
-    if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+    has_dlpack = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    if isinstance(array, type) or not has_dlpack:
         remedy = ""
         with suppress(Exception):  # the caller's own class may raise anything
             if np.asarray(array).dtype.kind in "biufc":
@@ -138,10 +139,12 @@ def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
         return (*operands, *addends)
     kinds = [_kind(x) for x in operands]
     result_type = sys.modules["jax"].numpy.result_type
-    return (
-        *(x.astype(result_type(*kinds)) if _is_weak(x) else x for x in operands),
-        *(x.astype(result_type(*kinds, x)) if _is_weak(x) else x for x in addends),
-    )
+    found = []
+    for x in operands:
+        found.append(x.astype(result_type(*kinds)) if _is_weak(x) else x)
+    for x in addends:
+        found.append(x.astype(result_type(*kinds, x)) if _is_weak(x) else x)
+    return tuple(found)
 
 
 def _is_weak(x: Any) -> bool:
@@ -152,14 +155,16 @@ def _kind(x: Any) -> Any:
     if isinstance(x, Prepared):
         label = x._view.dtype.label
     else:
-        label = str(getattr(x, "dtype", None)).rpartition(".")[2]
+        dtype = getattr(x, "dtype", None)
+        label = str(dtype).rpartition(".")[2]
     if _is_weak(x):
         return x
     return np.dtype(getattr(ml_dtypes, label, label))
 
 
 def is_dask_array(array: Any) -> bool:
-    return isinstance(array, getattr(sys.modules.get("dask.array"), "Array", ()))
+    array_class = getattr(sys.modules.get("dask.array"), "Array", ())
+    return isinstance(array, array_class)
 
 
 def _optional_name(array: Any) -> str | None:

@@ -70,7 +70,9 @@ def dtype_name(array: Any) -> str:
 
 
 def shape_of(array: Any) -> Shape:
-    return tuple(array.shape if hasattr(array, "shape") else library_of(array).view(array).shape)
+    if hasattr(array, "shape"):
+        return tuple(array.shape)
+    return library_of(array).view(array).shape
 
 
 def converted(x: Any, dtype: Any) -> Any:
@@ -118,7 +120,8 @@ class Namespace:
     def __init__(self, xp: Any) -> None:
         self._xp = xp
         names = ("permute_dims", "permute", "transpose")  # Array API, PyTorch, Dask
-        self._permute = _checked(next(getattr(xp, name) for name in names if hasattr(xp, name)))
+        permute = next(getattr(xp, name) for name in names if hasattr(xp, name))
+        self._permute = _checked(permute)
         self._reshape = _checked(xp.reshape)
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
@@ -136,7 +139,8 @@ class Namespace:
         if hasattr(x, "numblocks"):  # Dask's reshape fails on empty axes and chunks
             if 0 in x.shape:
                 return self._xp.zeros_like(x, shape=shape, chunks=shape)
-            x = x.rechunk(tuple(tuple(n for n in axis if n) for axis in x.chunks))
+            chunks = [tuple(filter(None, axis)) for axis in x.chunks]
+            x = x.rechunk(tuple(chunks))
         return self._reshape(x, shape)
 
     def last(self, x: Any, axis: int) -> Any:

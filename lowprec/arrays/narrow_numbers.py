@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from lowprec.arrays.namespaces import converted
-from lowprec.formats import NumberFormat
+from lowprec.formats import FLOAT32, BlockFormat, NumberFormat
 
 #: Bits of float32's infinity, the smallest that are not a number's, and of the least float64 that rounds to it.
 INFINITY = 0x7F800000
@@ -49,7 +52,8 @@ def nearest_codes(x: Any, to: NumberFormat, xp: Any, random: Any = None) -> Any:
     significand = (bits & (HIDDEN - 1)) | hidden
     below = xp.clip(to.emin - exponent, 0, 300)  # bits of the significand below the smallest number
     if random is None:
-        dropped = xp.clip(below, 0, stored + 2) + (23 - stored)  # with stored + 2 the result is 0
+        below = xp.clip(below, 0, stored + 2)  # with stored + 2 the result is 0
+        dropped = below + (23 - stored)
         is_odd = (significand >> dropped) & 1
         half = (1 << (dropped - 1)) - 1
         rounded = (significand + half + is_odd) >> dropped
@@ -70,9 +74,36 @@ def numbers_of(codes: Any, of: NumberFormat, bits: int, xp: Any) -> Any:
     stored = of.precision - 1
     sign = 1 << (bits - 1)
     magnitude = codes & (sign - 1)
-    aligned = (magnitude << (23 - stored)) + ((126 + of.emin) << 23)
+    bias = (126 + of.emin) << 23
+    aligned = (magnitude << (23 - stored)) + bias
     subnormal = (aligned + HIDDEN).view(xp.float32) - of.smallest_normal
-    values = xp.where(magnitude < (1 << stored), subnormal, aligned.view(xp.float32))
+    normal = aligned.view(xp.float32)
+    values = xp.where(magnitude < (1 << stored), subnormal, normal)
     if bits == 8:
         values = xp.where(magnitude < sign - 1, values, float("nan"))
     return xp.where(codes < sign, values, -values)
+
+
+def array_scale(blocks: Iterable[Any], row: BlockFormat, xp: Any) -> float:
+    """Return the scale of an array, given in parts, by its largest finite magnitude."""
+    if not row.has_scale:
+        return 1.0
+    peaks = [_largest(x, xp) for x in blocks if 0 not in x.shape]
+    peak = max(peaks, default=0.0)
+    if not peak:
+        return 1.0
+    largest = row.elements.largest
+    if row.scales:
+        largest *= row.scales.largest
+    # Of float32 numbers, the quotient in float64 rounds to the same float32 number.
+    return max(float(np.float32(peak / largest)), FLOAT32.smallest_normal)
+
+
+def _largest(x: Any, xp: Any) -> float:
+    """Return the largest finite magnitude."""
+    magnitude, limit = magnitudes(x, xp)
+    finite = xp.where(magnitude < limit, magnitude, 0)
+    bits = int(xp.amax(finite))
+    if x.dtype == xp.float64:
+        return float(np.int64(bits).view(np.float64))
+    return float(np.int32(bits).view(np.float32))

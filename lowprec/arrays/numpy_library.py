@@ -52,7 +52,8 @@ def _new_layout(array: Array) -> Layout | None:
     if entry is None or any(stride & entry[2] for stride in array.strides):
         return None
     dtype, shift, lost = entry
-    layout = Layout(dtype, array.shape, tuple([stride >> shift for stride in array.strides]), lost)
+    strides = tuple([stride >> shift for stride in array.strides])
+    layout = Layout(dtype, array.shape, strides, lost)
     return _remember(_layouts, (array.dtype, array.shape, array.strides), layout)
 
 

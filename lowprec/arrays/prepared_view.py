@@ -58,12 +58,11 @@ class PreparedView(ArrayView):
             if self.device.is_host:
                 view = host_view(self.owner.swapaxes(-1, -2))
             else:
-                shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
-                view = self.strided(shape, strides)
+                *batch, rows, columns = self.shape
+                *outer, row_stride, column_stride = self.strides
+                view = self.strided((*batch, columns, rows), (*outer, column_stride, row_stride))
             self._transposed = PreparedView(view, self.mode, self.packed)
-            if self.sparse_axis is None:
-                self._transposed.sparse_axis = None
-            else:
+            if self.sparse_axis is not None:
                 self._transposed.sparse_axis = -3 - self.sparse_axis
         return self._transposed
 
@@ -219,7 +218,7 @@ def _host_copy(view: ArrayView) -> NDArray[Any]:
     start = (first - memory.ctypes.data) % _ALIGNMENT_BYTES + view.address - first
     x = view.ndarray()
     copy: NDArray[Any] = np.ndarray(x.shape, x.dtype, memory, start, x.strides)
-    once = tuple(slice(1) if step == 0 else slice(None) for step in x.strides)
+    once = tuple(slice(1 if step == 0 else None) for step in x.strides)
     copy[once] = x[once]
     copy.flags.writeable = False
     return copy

@@ -16,6 +16,7 @@ from lowprec.arrays import block_codes
 from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
+from lowprec.arrays.narrow_numbers import array_scale
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView
 from lowprec.arrays.view import ArrayView
@@ -32,7 +33,7 @@ from lowprec.formats import (
     Blocks,
     DType,
 )
-from lowprec.util.strides import contiguous_strides
+from lowprec.util.strides import Shape, contiguous_strides
 from lowprec.util.tracing import uncompiled
 
 #: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
@@ -41,8 +42,11 @@ _AT_ONCE = 1 << 16
 _PARTS = "codes", "scales", "zeros"
 #: Types that represent the numbers without the array's scale, by the type of the scales of blocks.
 _DTYPES = {
-    None: DType.FLOAT8_E4M3FN, FLOAT8_E8M0FNU: DType.BFLOAT16, FLOAT8_E4M3FN: DType.BFLOAT16, FLOAT32: DType.FLOAT32,
-}  # fmt: skip
+    None: DType.FLOAT8_E4M3FN,
+    FLOAT8_E8M0FNU: DType.BFLOAT16,
+    FLOAT8_E4M3FN: DType.BFLOAT16,
+    FLOAT32: DType.FLOAT32,
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,19 +105,14 @@ class QuantizedArray(Prepared):
 
     def __post_init__(self) -> None:
         row = self._row
-        scale: float = _number(self.scale)
         try:
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
-        fields: dict[str, Any] = {"format": row.name, "shape": whole, "axis": checked_axis(self.axis, len(whole))}
-        if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
-            raise SettingError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
-        if isnan(scale):
-            fields["scale"] = 1.0
-        else:
-            fields["scale"] = float(scale)
-        for name, shape in zip(_PARTS, part_shapes(whole, fields["axis"], row), strict=True):
+        axis = checked_axis(self.axis, len(whole))
+        scale = _checked_scale(self.scale, row)
+        fields: dict[str, Any] = {"format": row.name, "shape": whole, "axis": axis, "scale": scale}
+        for name, shape in zip(_PARTS, part_shapes(whole, axis, row), strict=True):
             array = getattr(self, name)
             fields[name] = _checked_part(name, array, name == "scales" and row.has_float_scales)
             actual = None
@@ -136,7 +135,8 @@ class QuantizedArray(Prepared):
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zeros."""
-        return sum(int(x.nbytes) for x in self._parts if x is not None)
+        parts = filter(lambda x: x is not None, self._parts)
+        return sum(int(x.nbytes) for x in parts)
 
     @property
     def T(self) -> QuantizedArray:
@@ -161,11 +161,13 @@ class QuantizedArray(Prepared):
     @uncompiled
     def dequantize(self) -> Any:
         """Return the numbers in float32, as an array of the library of the codes."""
-        values = self._values(self.scale)[..., : self.shape[self.axis]]
+        length = self.shape[self.axis]
+        values = self._values(self.scale)[..., :length]
         xp = np
         if type(values) is not np.ndarray:
             xp = array_module(values)
-        return adopted(xp.moveaxis(values, -1, self.axis), self.codes)
+        values = xp.moveaxis(values, -1, self.axis)
+        return adopted(values, self.codes)
 
     @property
     def _row(self) -> BlockFormat:
@@ -173,10 +175,11 @@ class QuantizedArray(Prepared):
         row = parse_format(self.format)
         if row.elements is not INT4_CODES:
             return row
-        length, groups = (max(getattr(x, "shape", ())[-1:], default=0) for x in (self.codes, self.scales))
         group = row.block
-        if length and groups:
-            group = length * 2 // groups
+        shape = getattr(self.codes, "shape", ())
+        groups = getattr(self.scales, "shape", ())
+        if shape and groups and shape[-1] and groups[-1]:
+            group = shape[-1] * 2 // groups[-1]
         return int4(group, symmetric=self.zeros is None)
 
     @property
@@ -207,7 +210,8 @@ class QuantizedArray(Prepared):
 
     def _widened(self) -> ArrayView:
         """Return the view of new memory with the numbers, without the array's scale; blocks are whole."""
-        values = cast(self._values(1.0), _DTYPES[self._row.scales].label)
+        label = _DTYPES[self._row.scales].label
+        values = cast(self._values(1.0), label)
         return library_of(values).view(values)
 
     def _stored(self) -> tuple[ArrayView, ...]:
@@ -228,13 +232,14 @@ class QuantizedArray(Prepared):
         if on_host:
             codes, scales, zeros = (None if x is None else np.asarray(x) for x in self._parts)
         count = prod(codes.shape if scales is None else scales.shape)
-        codes = codes.reshape((count, (row.block or 1) * row.bits // 8))
-        scales, zeros = (x if x is None else x.reshape((count,)) for x in (scales, zeros))
+        codes_per_block = (row.block or 1) * row.bits // 8
+        codes = codes.reshape((count, codes_per_block))
+        values = []
         with np.errstate(all="ignore"):
-            values = [
-                block_codes.decode(codes[i], _part(scales, i), _part(zeros, i), row, scale, xp)
-                for i in _parts(count, row, xp)
-            ]
+            for i in _parts(count, row, xp):
+                of_scales = _part(scales, i, count)
+                of_zeros = _part(zeros, i, count)
+                values.append(block_codes.decode(codes[i], of_scales, of_zeros, row, scale, xp))
         lengths, _, padded = _layout(self.shape, self.axis, row)
         return _joined(values, (*lengths, padded), xp)
 
@@ -242,9 +247,8 @@ class QuantizedArray(Prepared):
         return f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
 
     def __reduce__(self) -> Any:
-        return QuantizedArray, (
-            self.codes, self.scales, self.format, self.shape, self.axis, self.scale, self.zeros,
-        )  # fmt: skip
+        codes, scales, zeros = self._parts
+        return QuantizedArray, (codes, scales, self.format, self.shape, self.axis, self.scale, zeros)
 
 
 def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str) -> QuantizedArray:
@@ -259,17 +263,16 @@ def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: st
     source = _blocks(xp.moveaxis(source, axis, -1), of_axis, xp)
     with np.errstate(all="ignore"):
         parts = [source[i] for i in _parts(len(source), of_axis, xp)]
-        scale = block_codes.array_scale(parts, row, xp)
+        scale = array_scale(parts, row, xp)
         found = [block_codes.encode(part, row, scale, xp, scale_rule) for part in parts]
     shapes = part_shapes(view.shape, axis, row)
-    stored = [
-        _joined(of_part, shape or (), xp) for of_part, shape in zip(zip(*found, strict=True), shapes, strict=False)
-    ]
+    columns = zip(*found, strict=True)
+    stored = [_joined(column, shape or (), xp) for column, shape in zip(columns, shapes, strict=False)]
     return quantized_array(x, view.shape, row, axis, stored, scale)
 
 
 def quantized_array(
-    x: Any, shape: tuple[int, ...], row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
+    x: Any, shape: Shape, row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
 ) -> QuantizedArray:
     """Return codes and scales, in host memory or of the library of ``x``, as arrays of this library."""
     parts = [None if part is None else adopted(part, x) for part in stored]
@@ -294,7 +297,8 @@ def int4(group: int, *, symmetric: bool) -> BlockFormat:
     """Return the format of int4 with groups of this length; raise SettingError for a length that is not possible."""
     if group not in GROUPS:
         raise SettingError(f"group of int4 is {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, got {quoted(group)}")
-    return replace(BLOCK_FORMATS["int4"], block=int(group), elements=INT4_CODES if symmetric else UINT4_CODES)
+    elements = INT4_CODES if symmetric else UINT4_CODES
+    return replace(BLOCK_FORMATS["int4"], block=int(group), elements=elements)
 
 
 def checked_axis(axis: int, ndim: int) -> int:
@@ -304,11 +308,16 @@ def checked_axis(axis: int, ndim: int) -> int:
         raise ShapeError(f"axis: {error}") from None
 
 
-def _number(scale: Any) -> Any:
-    """Return the number of a scalar array; other objects are returned unchanged."""
+def _checked_scale(scale: Any, row: BlockFormat) -> float:
+    """Return the scale of an array, 1 for a missing one that the format does not need; raise SettingError."""
     if not isinstance(scale, numbers.Real) and getattr(scale, "shape", None) == () and hasattr(scale, "item"):
-        return float(scale.item())
-    return scale
+        scale = float(scale.item())  # of a scalar array
+    is_number = isinstance(scale, numbers.Real)
+    if is_number and isnan(scale) and not row.has_scale:
+        return 1.0
+    if not is_number or not 0 < scale < inf:
+        raise SettingError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
+    return float(scale)
 
 
 def _checked_part(name: str, array: Any, is_float: bool) -> Any:
@@ -335,7 +344,7 @@ def _checked_part(name: str, array: Any, is_float: bool) -> Any:
     return array
 
 
-def _joined(parts: Any, shape: tuple[int, ...], xp: Any) -> Any:
+def _joined(parts: Any, shape: Shape, xp: Any) -> Any:
     """Return the parts as one array in row-major order, which elementwise functions of NumPy need not keep."""
     joined = xp.concatenate(parts).reshape(shape)
     if xp is np:
@@ -343,23 +352,25 @@ def _joined(parts: Any, shape: tuple[int, ...], xp: Any) -> Any:
     return joined
 
 
-def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], int, int]:
+def _layout(shape: Shape, axis: int, row: BlockFormat) -> tuple[Shape, int, int]:
     """Return the lengths of the other axes, the number of blocks along the axis, and its length when padded."""
     row = row.of_length(shape[axis])
     blocks = 0
     if row.block:
         blocks = -(-shape[axis] // row.block)
     others = (*shape[:axis], *shape[axis + 1 :])
-    return others, blocks, blocks * row.block or shape[axis]
+    length = blocks * row.block or shape[axis]
+    return others, blocks, length
 
 
-def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[Any, ...]:
+def part_shapes(shape: Shape, axis: int, row: BlockFormat) -> tuple[Any, ...]:
     """Return the shapes of codes, scales and zeros, None for those that the format lacks."""
     others, blocks, padded = _layout(shape, axis, row)
     of_blocks = (*others, blocks)
     scales = of_blocks if row.scales else None
     zeros = of_blocks if row.has_zeros else None
-    return (*others, padded * row.bits // 8), scales, zeros
+    nbytes = padded * row.bits // 8
+    return (*others, nbytes), scales, zeros
 
 
 def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
@@ -369,10 +380,11 @@ def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
     return x.reshape((prod(x.shape) // block, block))
 
 
-def _part(x: Any, of: slice) -> Any:
+def _part(x: Any, of: slice, count: int) -> Any:
+    """Return the scales or zeros of some of ``count`` blocks."""
     if x is None:
         return None
-    return x[of]
+    return x.reshape((count,))[of]
 
 
 def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
@@ -381,15 +393,18 @@ def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
         step = max(_AT_ONCE // (row.block or 1), 1)
     else:
         step = max(count, 1)
-    return [slice(i, i + step) for i in range(0, max(count, 1), step)]
+    starts = range(0, max(count, 1), step)
+    return [slice(i, i + step) for i in starts]
 
 
 def codes_view(codes: Any) -> ArrayView:
     """Return the view of codes or scales, of uint8 as int8, a type of which there are views."""
     if dtype_name(codes) == "float32":
         return library_of(codes).view(codes)
-    on_host = device_of(codes).is_host
-    bits = (np.asarray(codes) if on_host else codes).view(np.int8 if on_host else array_module(codes).int8)
+    if device_of(codes).is_host:
+        bits = np.asarray(codes).view(np.int8)
+    else:
+        bits = codes.view(array_module(codes).int8)
     return library_of(bits).view(bits)
 
 

@@ -50,18 +50,22 @@ def words_of(x: Any, rule: Rule, xp: Any, step: Any) -> Any:
     batches, vectors, k = x.shape
     count = batches * vectors
     quarters = -(-k // 4)
-    like = {"device": x.device} if hasattr(x, "to") else {}
-    along_k = xp.arange(quarters, dtype=xp.int32, **like)
-    along_k = xp.broadcast_to(along_k, (count, quarters))
-    vector = xp.arange(count, dtype=xp.int32, **like)
-    vector = xp.broadcast_to(vector[:, None], (count, quarters))
+    shape = (count, quarters)
+    like: dict[str, Any] = {"dtype": xp.int32}
+    if hasattr(x, "to"):
+        like["device"] = x.device
+    along_k = xp.broadcast_to(xp.arange(quarters, **like), shape)
+    vector = xp.arange(count, **like)
+    vector = xp.broadcast_to(vector[:, None], shape)
     low = xp.full_like(along_k, _signed(rule.stream))
     high = xp.full_like(along_k, _signed(rule.stream >> 32))
     if step is not None:
         low = low | (step << STEP_BIT)
-        high = high | ((step >> (32 - STEP_BIT)) & ((1 << STEP_BIT) - 1))
+        above = step >> (32 - STEP_BIT)
+        high = high | (above & ((1 << STEP_BIT) - 1))
     words = xp.stack(philox((along_k, vector, low, high), rule.seed), -1)
-    return words.reshape((batches, vectors, 4 * quarters))[..., :k]
+    words = words.reshape((batches, vectors, 4 * quarters))
+    return words[..., :k]
 
 
 def transformed(x: Any, seed: int, xp: Any) -> Any:
@@ -71,15 +75,22 @@ def transformed(x: Any, seed: int, xp: Any) -> Any:
     with np.errstate(over="ignore"):
         words = philox((minus_one, minus_one, zero, zero), seed)
     signs = int(words[0][0])
-    factors = np.array([-0.25 if signs >> i & 1 else 0.25 for i in range(16)], np.float32)
-    factors = converted(xp.asarray(factors), x.device if hasattr(x, "to") else np.float32)
+    factors = np.full(16, 0.25, np.float32)
+    for i in range(16):
+        if signs >> i & 1:
+            factors[i] = -0.25
+    like = x.device if hasattr(x, "to") else np.float32
+    factors = converted(xp.asarray(factors), like)
     outer = x.shape[:-1]
     groups = x.shape[-1] // 16
-    part = x[..., : 16 * groups].reshape((*outer, groups, 16)) * factors
+    end = 16 * groups
+    part = x[..., :end].reshape((*outer, groups, 16))
+    part = part * factors
     for half in (1, 2, 4, 8):
-        pairs = part.reshape((*outer, groups, 16 // (2 * half), 2, half))
+        pairs = part.reshape((*outer, groups, 8 // half, 2, half))
         low = pairs[..., 0, :]
         high = pairs[..., 1, :]
-        part = xp.stack((low + high, low - high), -2).reshape(part.shape)
-    whole = part.reshape((*outer, 16 * groups))
-    return xp.concatenate((whole, x[..., 16 * groups :]), -1)
+        sums = xp.stack((low + high, low - high), -2)
+        part = sums.reshape(part.shape)
+    whole = part.reshape((*outer, end))
+    return xp.concatenate((whole, x[..., end:]), -1)

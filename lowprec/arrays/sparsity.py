@@ -40,9 +40,11 @@ def check_sparsity(sparsity: str | None, prune: bool, dtype: DType, shape: Shape
 def sparse_copy(view: ArrayView, prune: bool, stream: int | None) -> ArrayView:
     """Return a copy with the pattern, checked or pruned in host memory, on the device of ``view``."""
     if view.device.is_host:
-        if not prune:
+        if prune:
+            view = host_view(pruned(view.ndarray(), view.dtype))
+        else:
             check_pattern(view.ndarray(), view.dtype)
-        return copy_of(host_view(pruned(view.ndarray(), view.dtype)) if prune else view, None)
+        return copy_of(view, None)
     if prune and overlaps_itself(view.shape, view.strides):
         raise ShapeError("b has elements that share memory; pass a contiguous copy to prune it")
     copy = copy_of(view, stream)
@@ -54,7 +56,8 @@ def sparse_copy(view: ArrayView, prune: bool, stream: int | None) -> ArrayView:
     buffer = np.empty(last - first, np.uint8)
     memory.copy(first, buffer.ctypes.data, buffer.nbytes, device, stream)
     memory.synchronize(stream, device)
-    x: Array = np.ndarray(view.shape, NUMPY_DTYPES[view.dtype], buffer, copy.address - first, strides)
+    start = copy.address - first
+    x: Array = np.ndarray(view.shape, NUMPY_DTYPES[view.dtype], buffer, start, strides)
     if prune:
         x[...] = pruned(x, view.dtype)
         memory.copy(buffer.ctypes.data, first, buffer.nbytes, device, stream)
@@ -66,12 +69,15 @@ def sparse_copy(view: ArrayView, prune: bool, stream: int | None) -> ArrayView:
 
 def check_pattern(x: Array, dtype: DType) -> None:
     """Raise SparsityError if an array, shape (..., k, n), violates the pattern."""
-    counts: NDArray[np.uint8] = np.sum([part != 0 for part in _by_position(x, dtype)], axis=0, dtype=np.uint8)
+    nonzero = [part != 0 for part in _by_position(x, dtype)]
+    counts: NDArray[np.uint8] = np.sum(nonzero, axis=0, dtype=np.uint8)
     violations = np.argwhere(counts > 2)
     if not len(violations):
         return
     *batch, group, column = violations[0].tolist()
-    index = ", ".join(map(str, [*batch, f"{4 * group}:{min(4 * group + 4, x.shape[-2])}", column]))
+    first = 4 * group
+    rows = f"{first}:{min(first + 4, x.shape[-2])}"
+    index = ", ".join(map(str, [*batch, rows, column]))
     raise SparsityError(
         f"b is not {TWO_OF_FOUR} sparse: b[{index}] has {counts[tuple(violations[0])]} nonzero elements, the first of "
         f"{len(violations):,} of {counts.size:,} groups with more than 2; pass prune=True to keep the 2 largest "
@@ -84,8 +90,10 @@ def pruned(x: Array, dtype: DType) -> Array:
     copy = np.array(x, order="K")
     parts = _by_position(x, dtype)
     for i, part in enumerate(parts):
-        larger = [(other >= part) if j < i else (other > part) for j, other in enumerate(parts) if j != i]
-        drop = (np.sum(larger, axis=0, dtype=np.uint8) >= 2) & (part != 0)
+        larger = [other >= part for other in parts[:i]]
+        larger += [other > part for other in parts[i + 1 :]]
+        count = np.sum(larger, axis=0, dtype=np.uint8)
+        drop = (count >= 2) & (part != 0)
         target = copy[..., i::4, :]
         target[drop[..., : target.shape[-2], :]] = 0
     return copy
@@ -96,7 +104,8 @@ def _by_position(x: Array, dtype: DType) -> list[Array]:
     magnitudes = _magnitudes(x, dtype)
     missing = -x.shape[-2] % 4
     if missing:
-        magnitudes = np.pad(magnitudes, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+        batch = [(0, 0)] * (x.ndim - 2)
+        magnitudes = np.pad(magnitudes, [*batch, (0, missing), (0, 0)])
     return [magnitudes[..., i::4, :] for i in range(4)]
 
 
@@ -104,5 +113,7 @@ def _magnitudes(x: Array, dtype: DType) -> Array:
     """Return integers in the order of the magnitudes, 0 for zero; all NaN are equal, and the largest."""
     if dtype.format is None:
         return np.abs(x.astype(np.int16))
-    bits = x.view(f"u{x.itemsize}") & ((1 << (dtype.bits - 1)) - 1)
-    return np.where(np.isnan(x), bits.dtype.type(np.iinfo(bits.dtype).max), bits)
+    mask = (1 << (dtype.bits - 1)) - 1
+    bits = x.view(f"u{x.itemsize}") & mask
+    largest = np.iinfo(bits.dtype).max
+    return np.where(np.isnan(x), bits.dtype.type(largest), bits)

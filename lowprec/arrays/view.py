@@ -157,10 +157,11 @@ class ArrayView:
         if 0 in self.shape:  # the address may be null
             return np.empty(self.shape, dtype)
         itemsize = self.dtype.itemsize
-        # The stride of an axis of length 1 is not used, and may exceed the limit.
-        strides = [
-            s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0 for s, n in zip(self.strides, self.shape, strict=True)
-        ]
+        strides = []
+        for stride, extent in zip(self.strides, self.shape, strict=True):
+            # The stride of an axis of length 1 is not used, and may exceed the limit.
+            is_legal = extent > 1 or abs(stride) < _MAX_UNUSED
+            strides.append(stride * itemsize if is_legal else 0)
         # A buffer starts at its lowest byte, which precedes the first element if strides are negative.
         below = 0
         if strides and min(strides) < 0:
@@ -181,14 +182,14 @@ class ArrayView:
         return address + first * itemsize, address + (last + 1) * itemsize
 
     def __repr__(self) -> str:
+        marks = ""
         if self.read_only:
-            marks = [", read-only"]
-        else:
-            marks = []
-        marks += [f", copied: {self.copied}"] if self.copied else []
+            marks = ", read-only"
+        if self.copied:
+            marks += f", copied: {self.copied}"
         return (
             f"{type(self).__name__}({self.dtype}, shape={self.shape}, strides={self.strides}, "
-            f"device={self.device}{''.join(marks)})"
+            f"device={self.device}{marks})"
         )
 
 
@@ -258,8 +259,9 @@ WORDS: Any = (ctypes.c_uint64 * (sys.maxsize // 8)).from_address(0)
 POINTER = 0
 if sys.implementation.name == "cpython" and sys.maxsize > 1 << 32:
     POINTER = object.__basicsize__ // 8
-if any(WORDS[(id(x) >> 3) + POINTER] != x.ctypes.data for x in (_base, _base[1:, 2:], _base[::-1]) if POINTER):
-    POINTER = 0
+for _array in (_base, _base[1:, 2:], _base[::-1]):
+    if POINTER and WORDS[(id(_array) >> 3) + POINTER] != _array.ctypes.data:
+        POINTER = 0
 
 
 def data_pointer(array: Array) -> int:
