@@ -29,6 +29,7 @@ from lowprec.errors import (
 )
 from lowprec.formats import Blocks, DType, dtype_from_name
 from lowprec.planning import Activation, GemmProblem, OperandSpec
+from lowprec.util.strides import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class ShapeDtype:
             shape = tuple(self.shape)
         else:
             shape = (None,)
-        if not all(isinstance(n, numbers.Integral) and 0 <= n < 2**63 for n in shape):
+        are_integers = all(isinstance(n, numbers.Integral) for n in shape)
+        if not are_integers or not all(0 <= n < 2**63 for n in shape):
             raise ShapeError(f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}")
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
 
@@ -98,7 +100,9 @@ def _is_description(x: Any) -> bool:
         return len(x) == 2
     if isinstance(x, type | np.generic) or dense_method(x):
         return False
-    return not isinstance(x, ArrayView | Prepared) and not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
+    if isinstance(x, ArrayView | Prepared) or is_array(x):
+        return False
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def parse_out_dtype(dtype: Any) -> DType:
@@ -158,7 +162,8 @@ def rename(error: LowprecError, names: dict[str, str]) -> None:
     if error.argument in ("a", "b"):
         error.argument = names.get(error.argument)
     if isinstance(error, DeviceError) and error.places:
-        error.args = _device_error({names.get(name, name): place for name, place in error.places.items()}).args
+        places = {names.get(name, name): place for name, place in error.places.items()}
+        error.args = _device_error(places).args
 
 
 def spec_of(x: ArrayView) -> OperandSpec:
@@ -189,11 +194,22 @@ class Options(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk, blocks = self
         return (
-            getattr(out, "layout", None), getattr(c, "layout", None), getattr(bias, "layout", None),
-            alpha != 1, alpha == 0, beta != 0, type(alpha) is complex or type(beta) is complex,
-            _exceeds_float32(alpha), _exceeds_float32(beta),
-            activation, out_dtype, type(scale_a), type(scale_b), k_chunk, blocks,
-        )  # fmt: skip
+            getattr(out, "layout", None),
+            getattr(c, "layout", None),
+            getattr(bias, "layout", None),
+            alpha != 1,
+            alpha == 0,
+            beta != 0,
+            type(alpha) is complex or type(beta) is complex,
+            _exceeds_float32(alpha),
+            _exceeds_float32(beta),
+            activation,
+            out_dtype,
+            type(scale_a),
+            type(scale_b),
+            k_chunk,
+            blocks,
+        )
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
         return GemmProblem(
@@ -211,7 +227,8 @@ class Options(NamedTuple):
         )
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
-        return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream)
+        scales = (self.scale_a, self.scale_b)
+        return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, *scales, stream)
 
     def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
         """Whether ``out`` overlaps an operand, so that the result is computed in temporary memory."""
@@ -239,7 +256,9 @@ PLAIN = Options()
 
 
 def _exceeds_float32(value: complex) -> bool:
-    return _LARGEST_FLOAT32 < abs(value.real) < inf or _LARGEST_FLOAT32 < abs(value.imag) < inf
+    real = abs(value.real)
+    imaginary = abs(value.imag)
+    return _LARGEST_FLOAT32 < real < inf or _LARGEST_FLOAT32 < imaginary < inf
 
 
 def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
@@ -258,11 +277,8 @@ def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
             if not scale.device.is_host or scale.is_description:
                 continue
             scale = float(scale.ndarray().item())
-        options = options._replace(alpha=options.alpha * scale)
-        if name == "scale_a":
-            options = options._replace(scale_a=None)
-        else:
-            options = options._replace(scale_b=None)
+        applied: Any = {"alpha": options.alpha * scale, name: None}
+        options = options._replace(**applied)
     return options
 
 
@@ -282,9 +298,10 @@ def check_scalars(options: Options, compute_dtype: DType) -> None:
             )
 
 
-def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:
+def check_sizes(views: dict[str, ArrayView], out_shape: Shape, out_dtype: DType) -> None:
     """Raise ShapeError if an array of a call, or its result, exceeds the address space."""
     specs = {name: (view.shape, view.dtype) for name, view in views.items()}
-    for name, (shape, dtype) in {**specs, "the result": (out_shape, out_dtype)}.items():
+    specs["the result"] = (out_shape, out_dtype)
+    for name, (shape, dtype) in specs.items():
         if prod(shape) * dtype.itemsize > sys.maxsize:
             raise ShapeError(f"{name} of shape {shape} and {dtype} exceeds the address space")

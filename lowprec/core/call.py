@@ -24,28 +24,23 @@ from lowprec.formats import DType
 from lowprec.modes import Mode, ResolvedMode
 from lowprec.planning import parse_activation
 
-
-class OwnProduct(NamedTuple):
-    """The product of a library: the module whose ``product`` computes it, and keywords that it does not take."""
-
-    module: str
-    lacks: tuple[str, ...]
-
+#: By ``Delegate.product``: the module whose ``product`` computes a library's own product. The only place where a lower
+#: layer names the modules of layer 7.
+PRODUCTS = {"torch": "lowprec.torch.functions", "jax": "lowprec.jax.product", "dask": "lowprec.dask"}
 
 _IN_PLACE = ("out", "k_chunk", "scale_a", "scale_b")
-
-#: By ``Delegate.product``. The only place where a lower layer names the modules of layer 7.
-PRODUCTS = {
-    "torch": OwnProduct("lowprec.torch.functions", _IN_PLACE),
-    "jax": OwnProduct("lowprec.jax.product", _IN_PLACE),
-    "dask": OwnProduct("lowprec.dask", ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b")),
+#: Keywords that these products do not take.
+_LACKS = {
+    "torch": _IN_PLACE,
+    "jax": _IN_PLACE,
+    "dask": ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b"),
 }
 
 
 @functools.cache
 def _product_function(name: str) -> Any:
     """Return the function of a library from a call, its mode, executor and backward mode to the result."""
-    return importlib.import_module(PRODUCTS[name].module).product
+    return importlib.import_module(PRODUCTS[name]).product
 
 
 #: Arguments that cannot be applied to a finished product.
@@ -148,7 +143,10 @@ def _with_arguments(call: Call, given: dict[str, Any]) -> Call:
         alpha = parse_number("alpha", alpha)
     if type(beta) is not float:
         beta = parse_number("beta", beta)
-    parsed = {name: parse(given[name]) for name, parse in _PARSERS.items() if given.get(name) is not None}
+    parsed = {}
+    for name, parse in _PARSERS.items():
+        if given.get(name) is not None:
+            parsed[name] = parse(given[name])
     options = Options(out, c, bias, alpha, beta, scale_a=scale_a, scale_b=scale_b, **parsed)
     if beta != 0 and c is None:
         raise ShapeError(f"beta is {beta}, but c is missing; pass c=")
@@ -265,7 +263,7 @@ def _refuse_arguments(call: Call, delegate: Delegate) -> None:
     given |= {"k_chunk": call.options.k_chunk, "activation": call.options.activation}
     for name, factor, default in zip(("alpha", "beta"), call.factors, _ONE_ZERO, strict=True):
         given[name] = None if isinstance(factor, int | float) and factor == default else factor
-    lacking = [name for name in PRODUCTS[delegate.product].lacks if given[name] is not None]
+    lacking = [name for name in _LACKS[delegate.product] if given[name] is not None]
     if lacking:
         listed = ", ".join(f"{name}=" for name in lacking)
         way_out = f", or omit {listed}" if _NOT_AFTERWARDS.intersection(lacking) else "; apply it to the result"

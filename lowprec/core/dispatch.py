@@ -50,10 +50,9 @@ def matmul(a: Any, b: Any, /, **options: Unpack[ProductOptions]) -> Any:
         nearest even, NaN (E4M3) or Inf (E5M2) beyond the range.
     math_mode : str, MathMode or Recipe, optional
         Acts on float32 and complex64; quantising modes also on float16 and bfloat16. See the mode table. Overrides
-        ``with math_mode(...)``. Only
-        ``fp64_emulated`` acts on float64 and complex128 operands: another mode below FP32 gives one
-        :class:`LowprecWarning` per process. A mode from a scope or a default gives no warning, because it may apply to
-        code with several element types.
+        ``with math_mode(...)``. Only ``fp64_emulated`` acts on float64 and complex128 operands: another mode below FP32
+        gives one :class:`LowprecWarning` per process. A mode from a scope or a default gives no warning, because it may
+        apply to code with several element types.
     rtol : float, optional
         Choose the cheapest mode that bounds ``|C - AB| / (|A| |B|)``, in Frobenius norms, by this value. The error is
         relative to the norms of the operands, not to elements of the result.

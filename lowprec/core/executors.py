@@ -18,6 +18,7 @@ from lowprec.planning import Capabilities, GemmPlan, plan_gemm
 from lowprec.policy.resolution import FULL_FP32
 from lowprec.recipes import Recipe
 from lowprec.util.lock import locked
+from lowprec.util.strides import Shape
 
 _CACHE_SIZE = 4096
 _log = logging.getLogger("lowprec")
@@ -32,7 +33,7 @@ class CachedExecutor(NamedTuple):
     """An executor with its plan, backend, and the shape and dtype of its result."""
 
     execute: Executor
-    out_shape: tuple[int, ...]
+    out_shape: Shape
     out_dtype: DType
     plan: GemmPlan
     backend: Backend
@@ -68,7 +69,8 @@ def look_up(
     if isinstance(mode, Recipe):
         draw = mode.draw
         mode = mode.plannable
-    key: tuple[Any, ...] = mode, None if options is PLAIN else options.key, x.layout, y.layout
+    of_options = None if options is PLAIN else options.key
+    key: tuple[Any, ...] = (mode, of_options, x.layout, y.layout)
     if resolved.emulates is not None:
         key = (*key, resolved.emulates)
     if options is not PLAIN and options.out is not None and options.needs_staging(x, y):
@@ -82,13 +84,15 @@ def look_up(
     if entry.without_effect and resolved.source is ModeSource.ARGUMENT:
         warn_without_effect(entry.plan)
     if draw:
-        entry = entry._replace(execute=functools.partial(_execute_drawn, entry.execute, draw))
+        execute = functools.partial(_execute_drawn, entry.execute, draw)
+        entry = entry._replace(execute=execute)
     if observed:
         observer = _observer  # another thread may remove it
         if observer is not None:
             entry = observer(entry, resolved, x, y)
         if _logs(_INFO):
-            entry = entry._replace(execute=functools.partial(_execute_logged, entry, resolved))
+            execute = functools.partial(_execute_logged, entry, resolved)
+            entry = entry._replace(execute=execute)
     return entry
 
 
@@ -102,10 +106,9 @@ def _execute_logged(entry: CachedExecutor, resolved: ResolvedMode, arguments: Ar
     mode = "no mode acts"
     if plan.mode_has_effect:
         mode = f"{plan.mode} ({resolved.source})"
-    _log.info(
-        "matmul %s %s x %s %s, %s: kernel %s, %s %.3g ms", a.dtype, a.shape, b.dtype, b.shape, mode, plan.kernel,
-        "took" if arguments.out.device.is_host else "queued in", elapsed * 1e3,
-    )  # fmt: skip
+    verb = "took" if arguments.out.device.is_host else "queued in"
+    operands = f"{a.dtype} {a.shape} x {b.dtype} {b.shape}"
+    _log.info("matmul %s, %s: kernel %s, %s %.3g ms", operands, mode, plan.kernel, verb, elapsed * 1e3)
 
 
 def _execute_drawn(execute: Executor, draw: int, arguments: Arguments) -> None:
@@ -113,8 +116,10 @@ def _execute_drawn(execute: Executor, draw: int, arguments: Arguments) -> None:
 
 
 def _has_no_effect(plan: GemmPlan) -> bool:
-    other = plan.compute_dtype in _CONVERTED
-    return other and plan.mode not in FULL_FP32 and not row(plan.mode).acts(plan.compute_dtype)
+    dtype = plan.compute_dtype
+    if dtype not in _CONVERTED or plan.mode in FULL_FP32:
+        return False
+    return not row(plan.mode).acts(dtype)
 
 
 def warn_without_effect(plan: GemmPlan) -> None:
@@ -128,9 +133,10 @@ def warn_without_effect(plan: GemmPlan) -> None:
 def _warn_widened(plan: GemmPlan) -> None:
     """Warn, once per process, that a quantised ``b`` is widened because its blocks are along another axis than k."""
     b = plan.problem.b
-    kernel = plan.kernel_row
-    is_decoded = b.blocks and b.blocks.format in kernel.decodes_b
-    if b.blocks and is_decoded and b.blocks.axis != (k_axis := -min(2, len(b.shape))):
+    if b.blocks is None or b.blocks.format not in plan.kernel_row.decodes_b:
+        return
+    k_axis = -min(2, len(b.shape))
+    if b.blocks.axis != k_axis:
         why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
         axes = f"axis={k_axis}, or -1 for the weight of linear"
         warn(f"{why}; quantise it along the axis that is summed over: {axes}", once="widened")
@@ -140,7 +146,8 @@ def plan_of(capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, 
     """Return the plan of a product; raise if its arguments do not match, or no product supports them."""
     views = options.views(x, y)
     check_devices(views)
-    plan = plan_gemm(options.problem(spec_of(x), spec_of(y)), capabilities, mode)
+    problem = options.problem(spec_of(x), spec_of(y))
+    plan = plan_gemm(problem, capabilities, mode)
     check_scalars(options, plan.compute_dtype)
     check_sizes(views, plan.out_shape, plan.out_dtype)
     return plan
@@ -157,8 +164,10 @@ def _added(key: tuple[Any, ...], mode: Mode, x: ArrayView, y: ArrayView, options
     plan = plan_of(capabilities, mode, x, y, options)
     if staged:
         dtype = backend.staging_dtype(plan.out_dtype)
-        plan = plan_of(capabilities, mode, x, y, options._replace(out=None, out_dtype=dtype))
-    entry = _executors[key] = CachedExecutor(
-        backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend, staged, _has_no_effect(plan)
-    )
+        options = options._replace(out=None, out_dtype=dtype)
+        plan = plan_of(capabilities, mode, x, y, options)
+    execute = backend.prepare(plan)
+    without_effect = _has_no_effect(plan)
+    entry = CachedExecutor(execute, plan.out_shape, plan.out_dtype, plan, backend, staged, without_effect)
+    _executors[key] = entry
     return entry

@@ -39,12 +39,6 @@ class ProductOptions(LayerOptions, total=False):
     scale_b: Any
 
 
-class PlanOptions(ProductOptions, total=False):
-    """Arguments of a plan."""
-
-    device: str | None
-
-
 #: Others are None by default.
 _DEFAULTS = {"alpha": 1.0, "beta": 0.0}
 
@@ -75,7 +69,6 @@ def shows(options: type) -> Callable[[F], F]:
 OF_MODES = frozenset(ModeOptions.__annotations__)
 OF_LAYERS = frozenset(LayerOptions.__annotations__)
 OF_PRODUCTS = frozenset(ProductOptions.__annotations__)
-OF_PLANS = frozenset(PlanOptions.__annotations__)
 
 
 def refuse_unknown(function: str, given: Any, names: frozenset[str]) -> None:

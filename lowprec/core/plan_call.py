@@ -11,7 +11,7 @@ from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import described
 from lowprec.core.call import Call, bind
 from lowprec.core.executors import plan_of
-from lowprec.core.keywords import OF_PLANS, PlanOptions, refuse_unknown, shows
+from lowprec.core.keywords import OF_PRODUCTS, ProductOptions, refuse_unknown, shows
 from lowprec.core.tolerance import mode_within, other_choice
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 from lowprec.planning import Candidate, Copy, GemmPlan, PlanReport, Reason, ReasonKind
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @uncompiled
-@shows(PlanOptions)
-def plan(a: Any, b: Any, /, **keywords: Unpack[PlanOptions]) -> PlanReport:
+@shows(ProductOptions)
+def plan(a: Any, b: Any, /, *, device: str | None = None, **keywords: Unpack[ProductOptions]) -> PlanReport:
     """Return the execution plan of ``matmul`` with the same arguments, with reasons.
 
     Parameters
@@ -58,7 +58,7 @@ def plan(a: Any, b: Any, /, **keywords: Unpack[PlanOptions]) -> PlanReport:
     >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
     'NVIDIA H200 SXM'
     """
-    refuse_unknown("plan", keywords, OF_PLANS)
+    refuse_unknown("plan", keywords, OF_PRODUCTS)
     a = _described("a", a)
     b = _described("b", b)
     given: dict[str, Any] = {**keywords}
@@ -66,7 +66,6 @@ def plan(a: Any, b: Any, /, **keywords: Unpack[PlanOptions]) -> PlanReport:
         if given.get(name) is not None:
             given[name] = _described(name, given[name])
     call = bind(a, b, **given)
-    device = keywords.get("device")
     rtol = keywords.get("rtol")
     bound = keywords.get("bound")
     views = call.options.views(call.x, call.y)
@@ -88,16 +87,17 @@ def plan(a: Any, b: Any, /, **keywords: Unpack[PlanOptions]) -> PlanReport:
         options = options._replace(out=None, out_dtype=planned.out_dtype)
         planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
         nbytes = prod(planned.out_shape) * planned.out_dtype.itemsize
-        copies.append(Copy("out", (Reason.of(ReasonKind.OVERLAP),), nbytes))
+        overlap = Reason.of(ReasonKind.OVERLAP)
+        copies.append(Copy("out", (overlap,), nbytes))
     is_there = device is None and len(in_memory) == len(views)
     return PlanReport.of(
         planned,
         resolved=resolved,
         candidates=candidates,
-        tolerance=other_choice(rtol, bound, planned) if rtol is not None and candidates[1:] else None,
+        tolerance=other_choice(rtol, bound, planned) if candidates[1:] else None,
         copies=(*planned.copies, *copies),
         **_use_of_b(planned, call.y),
-        algorithm=_algorithm(planned, call) if is_there and not array_device.is_host else (),
+        algorithm=_algorithm(planned, call) if is_there else (),
     )
 
 
@@ -122,14 +122,21 @@ def _exported_copies(views: dict[str, ArrayView]) -> list[Copy]:
 def _use_of_b(planned: GemmPlan, y: ArrayView) -> dict[str, Any]:
     if y.mode is None:
         return {}
-    return {"prepared": prepared_reason(planned, y.mode), "sparsity": sparse_reason(planned) if y.is_sparse else None}
+    reasons = {"prepared": prepared_reason(planned, y.mode)}
+    if y.is_sparse:
+        reasons["sparsity"] = sparse_reason(planned)
+    return reasons
 
 
 def _algorithm(planned: GemmPlan, call: Call) -> tuple[tuple[str, str], ...]:
+    """Return cuBLASLt's description of its algorithm, empty in host memory."""
     x = call.x
+    if x.device.is_host:
+        return ()
     out = call.options.out
     if out is None or planned.problem.out is None:
         # The address of a new array is aligned for every kernel.
         strides = contiguous_strides(planned.out_shape)
         out = ArrayView(planned.out_dtype, planned.out_shape, strides, x.device, None, False, 0)
-    return backend_of(x.device).describe(planned, call.options.arguments(x, call.y, out))
+    arguments = call.options.arguments(x, call.y, out)
+    return backend_of(x.device).describe(planned, arguments)

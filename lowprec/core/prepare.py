@@ -87,7 +87,8 @@ class PreparedOperand(Prepared):
     @property
     def packed_bytes(self) -> int:
         """Bytes used now by the packed operands alone."""
-        return sum(operand.nbytes for operand in list(self._view.packed.values()))
+        operands = list(self._view.packed.values())
+        return sum(operand.nbytes for operand in operands)
 
     @property
     def T(self) -> PreparedOperand:
@@ -223,4 +224,5 @@ def prepare(
 def _operands(view: ArrayView) -> tuple[OperandSpec, OperandSpec]:
     spec = spec_of(view)
     dtype = DType.FLOAT8_E4M3FN if spec.dtype.is_float8 else spec.dtype
-    return OperandSpec.contiguous(dtype, spec.shape[-2:][:1]), spec
+    k = spec.shape[-2:][0]
+    return OperandSpec.contiguous(dtype, (k,)), spec

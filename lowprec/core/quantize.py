@@ -103,6 +103,7 @@ def quantize(
     view = library.view(x)
     axis = checked_axis(axis, view.ndim)
     if quantizing.encodes(view) and not row.has_zeros:
-        stored, scale = quantizing.encode(view, axis, row, scale_rule, part_shapes(view.shape, axis, row)[:2])
+        of_codes, of_scales, _ = part_shapes(view.shape, axis, row)
+        stored, scale = quantizing.encode(view, axis, row, scale_rule, (of_codes, of_scales))
         return quantized_array(x, view.shape, row, axis, stored, scale)
     return encoded(x, view, row, axis, scale_rule)

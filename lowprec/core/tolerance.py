@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lowprec import policy
@@ -47,8 +48,9 @@ def mode_within(
     problem = call.options.problem(spec_of(x), spec_of(y))
     capabilities = capabilities or backend_of(x.device).capabilities(x.device)
     selection = select_mode(problem, capabilities, rtol, _excluded(), measure)
-    of_a, of_b = (getattr(operand, "numblocks", (1,)) for operand in (call.a, call.b))
-    links = of_a[-1] if of_a[-1] > 1 else of_b[-2:][0]  # Dask adds this number of products
+    links = getattr(call.a, "numblocks", (1,))[-1]  # Dask adds this number of products
+    if links <= 1:
+        links = getattr(call.b, "numblocks", (1,))[-2:][0]
     if links > 1:
         selection = _within_chain(links, selection, problem, capabilities, rtol, measure)
     return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
@@ -84,7 +86,8 @@ def _within_chain(
         rest = check_rtol((rtol - growth) / (1 + growth))
         return select_mode(problem, capabilities, rest, _excluded(), measure)
     # FP64 sums are rounded once, however many chunks there are.
-    if any(c.mode is MathMode.FP64 and c.bound <= rtol for c in whole.candidates):
+    bounds = {c.mode: c.bound for c in whole.candidates}
+    if bounds.get(MathMode.FP64, inf) <= rtol:
         return Selection(MathMode.FP64, whole.candidates)
     raise ModeError(
         f"no math mode keeps rtol = {rtol:.3g} where {dtype} products of {links} chunks along k are added up, which "
@@ -92,12 +95,14 @@ def _within_chain(
     )
 
 
-def other_choice(rtol: float, bound: str | None, planned: GemmPlan) -> Reason:
+def other_choice(rtol: float | None, bound: str | None, planned: GemmPlan) -> Reason:
     """Return which bound ``rtol`` limits, and the mode that the other bound would choose."""
     used = Bound(bound or Bound.GUARANTEED)
+    rtol = check_rtol(rtol)
     choice = "no mode"
     (other,) = set(Bound) - {used}
     with suppress(ModeError):
-        selection = select_mode(planned.problem, planned.capabilities, float(rtol), _excluded(), other)
-        choice = next(f"{x.mode}, whose bound is {x.bound:.2g}" for x in selection.candidates if x.accepted)
-    return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=float(rtol), other=str(other), choice=choice)
+        selection = select_mode(planned.problem, planned.capabilities, rtol, _excluded(), other)
+        chosen = next(x for x in selection.candidates if x.accepted)
+        choice = f"{chosen.mode}, whose bound is {chosen.bound:.2g}"
+    return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=rtol, other=str(other), choice=choice)
