@@ -62,12 +62,13 @@ from math import expm1, frexp, log1p, sqrt
 from typing import NamedTuple
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
-from lowprec.modes import MathMode, Mode, Pair, row
+from lowprec.modes import MathMode, Mode, row
 from lowprec.planning.kernels import KernelRow, Summation
 from lowprec.planning.schedule import PartProduct, chunk_length, make_schedule
 from lowprec.planning.split_bounds import (
     FAILURE,
     Depth,
+    Depths,
     RelativeError,
     confidence,
     depths,
@@ -76,6 +77,7 @@ from lowprec.planning.split_bounds import (
     on_tensor_cores,
     split_error,
 )
+from lowprec.planning.tensor_cores import Capability
 
 #: Largest k for which a sum of int8 products, each at most 2^14, cannot overflow int32.
 MAX_K_INT8 = 2**17 - 1
@@ -177,8 +179,8 @@ def _depths(
     fmt: NumberFormat,
     accumulator: NumberFormat,
     components: int,
-    capability: tuple[int, int] | None,
-) -> dict[Pair, tuple[Depth, float]]:
+    capability: Capability | None,
+) -> Depths:
     def of_sum(length: int) -> Depth:
         if length and kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:
             return on_tensor_cores(components * length, fmt.name, capability)
@@ -220,15 +222,14 @@ def error_bound(
     *,
     a_exact: bool = False,
     b_exact: bool = False,
-    capability: tuple[int, int] | None = None,
+    capability: Capability | None = None,
     schedule: tuple[PartProduct, ...] | None = None,
     elements: int = 1,
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
 
     ``a_exact`` and ``b_exact``: the mode's format represents every number of the operand, which is not rounded.
-    ``capability`` is the compute capability of the GPU, None for a CPU, and ``elements`` the size of the result. The
-    default ``schedule`` has one chunk.
+    ``capability`` is that of the GPU, None for a CPU; ``elements`` the size of the result. By default k is one chunk.
     """
     fmt = operand_format(mode, compute_dtype)
     acts = compute_dtype.is_single_precision
@@ -284,13 +285,12 @@ def _terms(schedule: tuple[PartProduct, ...], kernel: KernelRow, k: int, compone
 def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
     """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
     is_split = parts > 0
-    out = model.out
     worst, likely, formula = error
     norms_loss, operand_alignment, out_alignment = _alignment_losses(model, 1 + parts)
     operand_loss, term_loss, out_loss = _underflow(model)
     operand_loss = operand_loss * (1 + is_split) + operand_alignment
     out_loss = out_loss + out_alignment
-    last = [out.unit_roundoff if out else 0.0, norms_loss]
+    last = [getattr(model.out, "unit_roundoff", 0.0), norms_loss]
     relative = joint(worst, *last)
     probable = joint(likely, *last)
     # A lost amount is increased by later roundings. For complex numbers it grows by sqrt(2) in the sum of the

@@ -50,6 +50,10 @@ class GpuModel:
 
 _NO = None
 
+#: Rates of models that differ in memory alone.
+_A100 = (19.5, 19.5, 156, 312, 312, _NO, 624)
+_H100 = (67, 67, 494.5, 989.5, 989.5, 1979, 1979)
+
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("v100", "NVIDIA V100 SXM2", (7, 0), 80, 1530, (7.8, 15.7, _NO, _NO, 125, _NO, _NO), 900, 32, 6,
      "V100 data sheet and Volta architecture white paper"),
@@ -57,9 +61,9 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "T4 data sheet and Turing architecture white paper"),
     ("rtx-2080-ti", "NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 1635, (0.44, 14.2, _NO, _NO, 56.9, _NO, 227.7), 616, 11,
      5.5, "Turing architecture white paper (Founders Edition)"),
-    ("a100", "NVIDIA A100 SXM4 80GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 2039, 80, 40,
+    ("a100", "NVIDIA A100 SXM4 80GB", (8, 0), 108, 1410, _A100, 2039, 80, 40,
      "A100 data sheet and Ampere architecture white paper"),
-    ("a100-40gb", "NVIDIA A100 SXM4 40GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 1555, 40, 40,
+    ("a100-40gb", "NVIDIA A100 SXM4 40GB", (8, 0), 108, 1410, _A100, 1555, 40, 40,
      "A100 data sheet and Ampere architecture white paper"),
     ("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 1695, (0.56, 35.6, 35.6, 71, 71, _NO, 284), 936, 24, 6,
      "Ampere GA102 architecture white paper"),
@@ -69,11 +73,11 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "L40S data sheet and Ada architecture white paper"),
     ("rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 2520, (1.29, 82.6, 82.6, 165.2, 165.2, 330.3, 660.6), 1008, 24,
      72, "Ada architecture white paper"),
-    ("h100", "NVIDIA H100 SXM5", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 3350, 80, 50,
+    ("h100", "NVIDIA H100 SXM5", (9, 0), 132, 1980, _H100, 3350, 80, 50,
      "H100 data sheet and Hopper architecture white paper"),
-    ("h200", "NVIDIA H200 SXM", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4800, 141, 50,
+    ("h200", "NVIDIA H200 SXM", (9, 0), 132, 1980, _H100, 4800, 141, 50,
      "H200 data sheet"),
-    ("gh200", "NVIDIA GH200", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4000, 96, 50,
+    ("gh200", "NVIDIA GH200", (9, 0), 132, 1980, _H100, 4000, 96, 50,
      "GH200 data sheet (HBM3)"),
     ("b200", "NVIDIA B200", (10, 0), 148, 1965, (40, 80, 1100, 2250, 2250, 4500, 4500), 8000, 192, 126,
      "Blackwell architecture technical brief (HGX)"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT32, FLOAT64, ComputeType, DType, NumberFormat
 from lowprec.planning.reasons import Reason, ReasonKind
-from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
+from lowprec.planning.tensor_cores import Capability, float64_cost, tensor_cores_multiply
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
@@ -83,7 +83,7 @@ class Capabilities:
     kernels: tuple[KernelRow, ...] = field(hash=False)  # in order of preference; the last has no requirements
     features: frozenset[str] = frozenset()  # of device and libraries, for `KernelRow.requires`
     flops_per_byte: float = 16.0  # peak rate divided by memory bandwidth
-    compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
+    compute_capability: Capability | None = None  # of an NVIDIA GPU: major, minor
     workspace_bytes: int = 0  # cuBLASLt's workspace
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), if known
     bytes_per_second: float = 0.0  # memory bandwidth, if known
@@ -98,7 +98,7 @@ class Capabilities:
     def has_float8(self) -> bool:
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
-    def tensor_cores_of(self, kernel: KernelRow) -> tuple[int, int] | None:
+    def tensor_cores_of(self, kernel: KernelRow) -> Capability | None:
         """Return the compute capability of the tensor cores that a kernel uses or emulates; None for none."""
         return kernel.emulates.capability if kernel.emulates else self.compute_capability
 

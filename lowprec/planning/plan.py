@@ -17,6 +17,7 @@ from lowprec.planning.quantized_bounds import quantized_bound
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import PartProduct
 from lowprec.recipes import Rule
+from lowprec.util.strides import Shape
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
@@ -92,7 +93,7 @@ class GemmPlan:
         object.__setattr__(self, "split", (of_a, of_b))
 
     @property
-    def out_shape(self) -> tuple[int, ...]:
+    def out_shape(self) -> Shape:
         return self.layout.out_shape
 
     @property

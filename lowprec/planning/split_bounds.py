@@ -43,7 +43,7 @@ from typing import NamedTuple, TypeAlias
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow, Pair
 from lowprec.planning.schedule import PartProduct
-from lowprec.planning.tensor_cores import roundings, tensor_cores_multiply
+from lowprec.planning.tensor_cores import Capability, roundings, tensor_cores_multiply
 
 #: Largest probability with which a probable bound fails for a product.
 FAILURE = 1e-3
@@ -97,16 +97,20 @@ class Depth(NamedTuple):
         return min(self.worst(fmt), spread + truncated * (1 + spread))
 
 
-def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
+#: By pair of parts: the depth of its sums, and its factor.
+Depths: TypeAlias = dict[Pair, tuple[Depth, float]]
+
+
+def on_tensor_cores(terms: int, fmt: str, capability: Capability) -> Depth:
     """Return the depth of a sum on tensor cores, or on FP32 units if tensor cores do not support the format."""
     if tensor_cores_multiply(fmt, capability):
         return Depth(0, roundings(terms, fmt, capability))
     return Depth(terms)
 
 
-def depths(schedule: tuple[PartProduct, ...], of_sum: Callable[[int], Depth]) -> dict[Pair, tuple[Depth, float]]:
+def depths(schedule: tuple[PartProduct, ...], of_sum: Callable[[int], Depth]) -> Depths:
     """Return for each pair of parts the depth of its sums, including additions of products, and its factor."""
-    sums: dict[Pair, tuple[Depth, float]] = {}
+    sums: Depths = {}
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
         nearest, truncations = of_sum(product.length)
@@ -118,15 +122,13 @@ def depths(schedule: tuple[PartProduct, ...], of_sum: Callable[[int], Depth]) ->
     return sums
 
 
-def depths_by_chunks(
-    schedule: tuple[PartProduct, ...], of_chunk: int, chunks: int, sums: int
-) -> dict[Pair, tuple[Depth, float]]:
+def depths_by_chunks(schedule: tuple[PartProduct, ...], of_chunk: int, chunks: int, sums: int) -> Depths:
     """Return the result of :func:`depths` for products that are summed over chunks of k.
 
     For each chunk each product is summed from zero, in ``sums`` sums of ``of_chunk`` roundings, and then added.
     """
     additions = len(schedule) * chunks * sums
-    found: dict[Pair, tuple[Depth, float]] = {}
+    found: Depths = {}
     for number, product in enumerate(schedule):
         added = additions - max(number, 1)
         depth = Depth(of_chunk + added + _rounds(product))
@@ -140,7 +142,7 @@ def _rounds(product: PartProduct) -> bool:
     return abs(mantissa) != 0.5
 
 
-def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
+def chunk_for(k: int, fmt: str, capability: Capability) -> int | None:
     """Return the length of the chunks of k in which tensor cores sum the leading product, None for one chunk.
 
     Return the longest chunk whose error on data of one sign, where truncations add up, is about that of an FP32 sum, or
@@ -180,7 +182,7 @@ def _parts(row: ModeRow, is_split: bool, scaled_over: int) -> tuple[tuple[float,
 def split_error(
     row: ModeRow,
     is_split: tuple[bool, bool],
-    sums: dict[Pair, tuple[Depth, float]],
+    sums: Depths,
     accumulator: NumberFormat,
     *,
     growth: float,

@@ -88,10 +88,11 @@ def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
 
 
 def _reason_kind(plan: GemmPlan, prepared_for: Mode) -> ReasonKind:
+    is_for_mode = plan.mode == prepared_for
     if plan.quantized:
-        rules, inner, k_piece, _ = plan.quantized
-        if rules[1] is not None:
-            return ReasonKind.KEPT if plan.mode == prepared_for else ReasonKind.PREPARED_FOR_ANOTHER_MODE
+        (_, rule_of_b), inner, k_piece, _ = plan.quantized
+        if rule_of_b is not None:
+            return ReasonKind.KEPT if is_for_mode else ReasonKind.PREPARED_FOR_ANOTHER_MODE
         if k_piece:
             return ReasonKind.NOT_KEPT
         return _reason_kind(inner, inner.mode)
@@ -101,7 +102,7 @@ def _reason_kind(plan: GemmPlan, prepared_for: Mode) -> ReasonKind:
         return ReasonKind.SCALES_KEPT
     if b.blocks is not None or (b.dtype.is_float8 and kernel.decodes_b):
         return ReasonKind.CODES_READ if _reads_codes(plan) else ReasonKind.NOT_KEPT
-    if plan.mode_has_effect and plan.mode != prepared_for:
+    if plan.mode_has_effect and not is_for_mode:
         return ReasonKind.PREPARED_FOR_ANOTHER_MODE
     if not kernel.keeps_b:
         return ReasonKind.NOT_KEPT
