@@ -18,7 +18,7 @@ from lowprec.arrays.libraries import promoted
 from lowprec.arrays.namespaces import Namespace, cast, dtype_label, namespace_of
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.signatures import of_first, of_second
-from lowprec.contractions.steps import EIGHT_BITS, einsum_types, sizes_of, steps_of
+from lowprec.contractions.steps import EIGHT_BITS, EinsumStep, einsum_types, sizes_of, steps_of
 from lowprec.core.arguments import rename
 from lowprec.core.dispatch import matmul
 from lowprec.core.keywords import OF_LAYERS, OF_MODES, LayerOptions, ModeOptions, refuse_unknown, shows
@@ -88,7 +88,7 @@ def tensordot(a: Any, b: Any, /, axes: int | tuple[Any, Any] = 2, **options: Unp
     return xp.reshaped(product, (*rows, *columns))
 
 
-def _paired_axes(axes: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _paired_axes(axes: Any, a: Shape, b: Shape) -> tuple[list[int], list[int]]:
     if hasattr(axes, "__index__"):
         count = index(axes)
         most = min(len(a), len(b))
@@ -321,7 +321,13 @@ def einsum(
         return steps[0].run({0: operands[0]}, matmul, "", "")  # a view, of any element type
     operands = promoted(operands)
     several = len(steps) > 1 or (len(operands) > 1 and any(step.sums_an_operand for step in steps))
-    common, default, between, out, wide = _types(subscripts, operands, out_dtype, several)
+    types = _types(subscripts, operands, out_dtype, several)
+    return _run(steps, operands, types, options)
+
+
+def _run(steps: tuple[EinsumStep, ...], operands: tuple[Any, ...], types: tuple[str, ...], options: Any) -> Any:
+    """Return the result of the steps; ``types`` are those of :func:`einsum_types`."""
+    common, default, between, out, wide = types
 
     def multiply(x: Any, y: Any, dtype: str) -> Any:
         plain = dtype_label(x.dtype) == dtype_label(y.dtype) == common

@@ -245,8 +245,9 @@ def _solution(panels: list[_Panel], ops: Operations, b: Any) -> Any:
         is_lu = panel.order is not None
         if is_lu:
             b = ops.permuted(b, panel.order)
-        parts.append(ops.triangular(panel.lower, b[:k], True, is_lu))
-        b = matmul(panel.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
+        part = ops.triangular(panel.lower, b[:k], True, is_lu)
+        parts.append(part)
+        b = matmul(panel.below, part, c=b[k:], alpha=-1.0, beta=1.0)
     for panel, part in zip(reversed(panels), reversed(parts), strict=True):
         part = matmul(panel.right, b, c=part, alpha=-1.0, beta=1.0)
         solved = ops.triangular(panel.upper, part, False)

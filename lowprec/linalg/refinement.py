@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.core.dispatch import matmul
-from lowprec.linalg import factors
-from lowprec.linalg.factors import norms
+from lowprec.linalg.factors import Operations, factor, norms
 from lowprec.linalg.results import SolveReason
 from lowprec.modes import Mode
 
@@ -53,7 +52,7 @@ def _power(x: Any) -> Any:
     return np.ldexp(x.dtype.type(1.0), -exponents)
 
 
-def _product(a: Any, x: Any, ops: factors.Operations, b: Any = None) -> Any:
+def _product(a: Any, x: Any, ops: Operations, b: Any = None) -> Any:
     """Return ``a x``, or ``b - a x``, of single precision operands in float64 and rounded once."""
     x = ops.from_host(x)
     if b is None:
@@ -64,7 +63,7 @@ def _product(a: Any, x: Any, ops: factors.Operations, b: Any = None) -> Any:
     return ops.to_host(result)
 
 
-def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
+def backward_errors(a: Any, x: Any, b: Any, ops: Operations) -> Any:
     """Return ``|b - a x| / (|a| |x| + |b|)`` of each column, of operands scaled by powers of two."""
     rows, _, size = ops.magnitudes(a)
     if not _SMALLEST < rows.max() < _LARGEST:
@@ -83,7 +82,7 @@ def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
 class System:
     """A matrix, scaled if it is uneven, and its factor. Vectors are NumPy arrays (n, k) of the scaled system."""
 
-    def __init__(self, a: Any, dtype: np.dtype[Any], ops: factors.Operations, *, is_positive: bool) -> None:
+    def __init__(self, a: Any, dtype: Any, ops: Operations, *, is_positive: bool) -> None:
         self.n = int(a.shape[0])
         self._a = a
         self._dtype = dtype
@@ -98,8 +97,10 @@ class System:
         self._work = ops.lowered(a, self._narrow, None)
         rows, columns, self._norm = ops.magnitudes(self._work)
         self._given_norm = self._norm
-        is_even = min(rows.min(), columns.min()) > _EVEN * rows.max()
-        if not (is_even and _SMALLEST < rows.max() < _LARGEST):
+        largest = rows.max()
+        least = min(rows.min(), columns.min())
+        is_even = least > _EVEN * largest
+        if not (is_even and _SMALLEST < largest < _LARGEST):
             self._scale()
 
     def _scale(self) -> None:
@@ -136,7 +137,7 @@ class System:
         if work is None:
             work = self._ops.lowered(self._a, self._narrow, None)
         try:
-            self._solve = factors.factor(work, self._ops, mode, is_positive=self._is_positive)
+            self._solve = factor(work, self._ops, mode, is_positive=self._is_positive)
         except np.linalg.LinAlgError:
             raise Unsolved(SolveReason.BREAKDOWN) from None
 
@@ -247,17 +248,20 @@ def gmres(
         z = correction(basis[:, -1:])
         corrections = np.hstack([corrections, z])
         w = product(z)
+        column = hessenberg[:, j - 1]
         for _ in range(2):  # Gram-Schmidt, twice
             h = matmul(basis.conj().T, w)
             w = w - matmul(basis, h)
-            hessenberg[:j, j - 1] += h[:, 0]
-        hessenberg[j, j - 1] = length = norms(w)[0]
+            column[:j] += h[:, 0]
+        length = norms(w)[0]
+        column[j] = length
         small = hessenberg[: j + 1, :j]
-        target = np.eye(j + 1, 1, dtype=r.dtype) * size
         if not np.isfinite(small).all():
             return np.zeros_like(r), j
+        target = np.eye(j + 1, 1, dtype=r.dtype) * size
         y, *_ = np.linalg.lstsq(small, target)
-        left = norms(target - small @ y)[0] / size
+        rest = target - small @ y
+        left = norms(rest)[0] / size
         is_slow = j == _TRIAL_STEPS and left > 0.1
         if left <= reduction or length == 0 or is_slow:
             break
