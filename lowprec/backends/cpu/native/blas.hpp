@@ -18,6 +18,8 @@ enum { INSIDE_SOLVERS = COMPUTED };
 enum Reason { TAKEN, ELEMENT_TYPE, LONG, NO_MEMORY, SOLVER, VECTORS, OTHER_THREAD, NOT_TAKEN, OWN_LOOP, REASONS };
 // clang-format on
 
+const int MOST_COUNTS = 640;  // of a scope
+
 struct Scope;
 
 // A call, for the counters.
@@ -57,6 +59,10 @@ struct Functions {
     void* ours[LIBRARIES];
     std::atomic<void*>* originals[LIBRARIES];
 };
+// Our function in place of an original one; null if there is none left. With `back` the original of our function.
+void* exchanged(const char* name, void* now, bool back);
+bool is_replaced(const char* name);
+void search_new_libraries();
 // The functions of a routine of COMPUTED or the next ones; null if there are none.
 Functions* functions_of(char letter, int routine, bool is_cblas, bool is_64);
 

@@ -1,7 +1,7 @@
 // The functions of the BLAS that replace those of other libraries, on Linux, and the inner loops of NumPy's products.
 //
-// A routine is a list of its arguments in C, as members of Arguments. In Fortran they are addresses, options are letters,
-// and there is no order. blas_words.cpp replaces the addresses of the routines in the libraries of a process.
+// A routine is a list of its arguments in C, as members of Arguments. In Fortran they are addresses, options are
+// letters, and there is no order. blas_words.cpp replaces the addresses of the routines in the libraries of a process.
 #include "blas_product.hpp"
 #if defined(__linux__)
 

@@ -1,18 +1,13 @@
 // The scopes of a process and their counters, on Linux.
 //
 // A thread has a pointer to its innermost scope, which it gives to the threads that it starts and to OpenMP's
-// (blas_words.cpp). Preloaded into a program that is no Python, this library opens a scope for all threads, with the
-// rules of LOWPREC_BLAS, and shows the counters at the end.
+// (blas_others.cpp).
 #include "blas.hpp"
 #if defined(__linux__)
 #include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 namespace lp::blas {
 
@@ -28,7 +23,7 @@ struct Slot {
     std::atomic<int64_t> calls, multiplications;
     lp_blas_count kind;
 };
-const int SHAPES = 512, PROBES = 8, KINDS = 128;
+const int SHAPES = 512, PROBES = 8, KINDS = MOST_COUNTS - SHAPES;
 
 }  // namespace
 
@@ -49,6 +44,7 @@ pthread_key_t key;  // of a thread's scope
 
 }  // namespace
 
+__attribute__((constructor(101))) void create_key() { pthread_key_create(&key, release); }
 void release(void* at) {
     Scope* scope = (Scope*)at;
     while (scope && scope->uses.fetch_sub(1) == 1) {
@@ -275,152 +271,6 @@ bool is_of_solver(const void* caller) {
     return found;
 }
 
-namespace {
-
-// -- programs that are no Python ---------------------------------------------------------------------
-
-const char* const REASON_TEXTS[REASONS] = {
-    nullptr,
-    "the mode does not act on this element type",
-    "the inner dimension is too long for one sum of the mode",
-    "no memory for the operands of the product",
-    "a solver or a factorisation, not a product",
-    "vectors are not rounded",
-    "another thread",
-    "a routine that is not taken",
-    "a loop of NumPy, which calls no BLAS",
-};
-
-const char* type_name(char letter) {
-    if (letter == 's') return "float32";
-    if (letter == 'd') return "float64";
-    return letter == 'c' ? "complex64" : "complex128";
-}
-
-struct Text {
-    char at[8192];
-    size_t size;
-};
-
-__attribute__((format(printf, 2, 3))) void add(Text& text, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    const int size = vsnprintf(text.at + text.size, sizeof text.at - text.size, format, arguments);
-    va_end(arguments);
-    if (size > 0) text.size += (size_t)size;
-    if (text.size >= sizeof text.at) text.size = sizeof text.at - 1;
-}
-
-void add_rows(Text& text, const lp_blas_count* rows, int size, bool is_taken, const lp_blas& blas, double total) {
-    const int SHOWN = 20;
-    int shown = 0;
-    for (int i = 0; i < size; i++) {
-        const lp_blas_count& row = rows[i];
-        if ((row.reason == TAKEN) != is_taken) continue;
-        if (!shown) {
-            add(text, "%s\n", is_taken ? "taken" : "passed by");
-            add(text, "  routine  operands                 dtype        calls   share  %s\n",
-                is_taken ? "mode" : "why");
-        }
-        if (shown++ == SHOWN) add(text, "  (further rows are omitted)\n");
-        if (shown > SHOWN) continue;
-        char shape[64] = "(any shape)";
-        const long long m = row.m, n = row.n, k = row.k, calls = row.calls;
-        if (m) snprintf(shape, sizeof shape, "%lldx%lld @ %lldx%lld", m, k, k, n);
-        const double share = total ? 100 * (double)row.multiplications / total : 0;
-        add(text, "  %c%-7s %-24s %-10s ", row.letter, name_of(row.routine), shape, type_name(row.letter));
-        const char* why = is_taken ? blas.modes[row.mode].name : REASON_TEXTS[row.reason];
-        add(text, "%7lld  %5.1f%%  %s\n", calls, share, why);
-    }
-}
-
-Scope of_program;
-int report_to = 2;  // a copy of standard error, which some programs close at their end
-
-int digit_of(char c) {
-    if (c >= '0' && c <= '9') return c - '0';
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
-bool parsed(const char* text, lp_blas& to) {
-    if (strlen(text) != 2 * sizeof to) return false;
-    for (size_t i = 0; i < sizeof to; i++) {
-        const int high = digit_of(text[2 * i]);
-        const int low = digit_of(text[2 * i + 1]);
-        if (high < 0 || low < 0) return false;
-        ((unsigned char*)&to)[i] = (unsigned char)(high << 4 | low);
-    }
-    return to.version == lp_version();
-}
-
-void show(const Text& text) {
-    for (size_t done = 0; done < text.size;) {
-        const ssize_t written = write(report_to, text.at + done, text.size - done);
-        if (written < 0 && errno != EINTR) return;
-        if (written > 0) done += (size_t)written;
-    }
-}
-
-// A forked child has products of its own.
-void forget_counts() {
-    for (Slot& slot : of_program.slots) slot.calls = slot.multiplications = 0;
-}
-
-__attribute__((constructor)) void open_scope() {
-    pthread_key_create(&key, release);
-    const char* text = getenv("LOWPREC_BLAS");
-    const bool is_python = dlsym(RTLD_DEFAULT, "Py_IsInitialized") != nullptr;  // lowprec.numpy's
-    if (!text || is_python) return;
-    if (parsed(text, of_program.blas)) {
-        lp_use_units(of_program.blas.units);
-        pthread_atfork(nullptr, nullptr, forget_counts);
-        const int copy = fcntl(2, F_DUPFD_CLOEXEC, 100);
-        if (copy >= 0) report_to = copy;
-        of_program.is_open = true;
-        of_all_threads = &of_program;
-        lp_blas_install(true);
-        return;
-    }
-    Text message = {};
-    const char* const words = "lowprec: LOWPREC_BLAS is not of this version, so the products of %s are its own\n";
-    add(message, words, program_invocation_short_name);
-    show(message);
-}
-
-// Whether this is the program that the command started, whose report is shown even if it multiplied nothing.
-bool is_of_command() {
-    const char* process = getenv("LOWPREC_RUN_PROGRAM");
-    return process && strtol(process, nullptr, 10) == (long)getpid();
-}
-
-int by_multiplications(const void* a, const void* b) {
-    const int64_t x = ((const lp_blas_count*)a)->multiplications;
-    const int64_t y = ((const lp_blas_count*)b)->multiplications;
-    return (x < y) - (x > y);
-}
-
-__attribute__((destructor)) void show_counts() {
-    static lp_blas_count rows[SHAPES + KINDS];
-    static Text text;
-    if (!of_program.is_open) return;
-    const int size = take_counts(of_program, rows);
-    if (!size && !is_of_command()) return;
-    qsort(rows, (size_t)size, sizeof *rows, by_multiplications);
-    long long taken = 0;
-    long long passed = 0;
-    double total = 0;
-    for (int i = 0; i < size; i++) {
-        (rows[i].reason == TAKEN ? taken : passed) += rows[i].calls;
-        total += (double)rows[i].multiplications;
-    }
-    add(text, "lowprec: products of %s (process %d): ", program_invocation_short_name, (int)getpid());
-    add(text, "%lld taken, %lld passed by\n", taken, passed);
-    add_rows(text, rows, size, true, of_program.blas, total);
-    add_rows(text, rows, size, false, of_program.blas, total);
-    show(text);
-}
-
-}  // namespace
 }  // namespace lp::blas
 
 using namespace lp::blas;
