@@ -120,7 +120,23 @@ def test_a_mode_of_another_build_is_refused(programs):
         [programs("numpy"), "0"], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
-    assert done.stderr == ("lowprec: LOWPREC_BLAS is not of this version, so the products of program are its own\n")
+    reason = "none of fp32, tf32, bf16 and fp16, and not the text of this version"
+    assert done.stderr == f"lowprec: LOWPREC_BLAS is {reason}; the products of program are its own\n"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
+def test_the_library_is_preloaded_without_the_command(programs, mode):
+    variables = {"LOWPREC_BLAS": mode, "LD_PRELOAD": preloaded_library()}
+    done = subprocess.run(
+        [programs("numpy"), str(UNITS[mode])],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert ": 1950 taken, 1 passed by\n" in done.stderr
+    assert re.search(rf"^  [sdcz]\w+ .* {mode}$", done.stderr, re.MULTILINE)
 
 
 def preloaded_library():

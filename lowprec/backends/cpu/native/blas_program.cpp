@@ -71,6 +71,36 @@ bool parsed(const char* text) {
     return rules.version == lp_version();
 }
 
+// Sets the rules of a mode that rounds operands to one lp_format, by its name.
+bool named(const char* name) {
+    const char* const names[LP_FORMATS] = {"fp32", "tf32", "bf16", "fp16"};
+    const int64_t units = lp_units();
+    int unit = LP_FP32_AVX2;
+    for (const int other : {LP_FP32_AVX512, LP_FP32_NEON})
+        if (units >> other & 1) unit = other;
+    for (int format = 0; format < LP_FORMATS; format++) {
+        if (strcmp(name, names[format]) || !(units >> unit & 1)) continue;
+        rules = {};
+        rules.casts = 1;
+        rules.threads = (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+        rules.units = units;
+        for (int routine = 0; routine < LP_BLAS_RULES; routine++) rules.rules[routine] = routine < DOT ? 0 : -1;
+        lp_blas_mode& mode = rules.modes[0];
+        memcpy(mode.name, name, strlen(name));
+        mode.unit[0] = mode.unit[1] = mode.unit_of_few = unit;
+        mode.most_k = INT64_MAX;
+        lp_scheme scheme = {};
+        scheme.format = format;
+        scheme.parts_a = scheme.parts_b = format != LP_EXACT;
+        scheme.scaled = format == LP_TO_F16;
+        scheme.pair_count = 1;
+        scheme.factor[0] = 1;
+        mode.scheme[0] = mode.scheme[1] = scheme;
+        return true;
+    }
+    return false;
+}
+
 // A forked child has products of its own.
 void forget_counts() { lp_blas_counts(scope, rows); }
 
@@ -78,9 +108,9 @@ __attribute__((constructor)) void open_scope() {
     const char* text = getenv("LOWPREC_BLAS");
     const bool is_python = dlsym(RTLD_DEFAULT, "Py_IsInitialized") != nullptr;  // lowprec.numpy's
     if (!text || is_python) return;
-    if (!parsed(text)) {
-        const char* const words = "lowprec: LOWPREC_BLAS is not of this version, so the products of %s are its own\n";
-        dprintf(report_to, words, program_invocation_short_name);
+    if (!named(text) && !parsed(text)) {
+        dprintf(report_to, "lowprec: LOWPREC_BLAS is none of fp32, tf32, bf16 and fp16, and not the text of this version; ");
+        dprintf(report_to, "the products of %s are its own\n", program_invocation_short_name);
         return;
     }
     lp_use_units(rules.units);
