@@ -22,7 +22,7 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.backends.cpu.emulation.products import multiply
-from lowprec.backends.cpu.numpy_products import rounded
+from lowprec.backends.cpu.numpy_rounding import rounded
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, quoted
 from lowprec.formats import DType
 from lowprec.util.strides import Shape

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lowprec.arrays import library_of
 from lowprec.backends.cpu.library import untaken
-from lowprec.backends.cpu.numpy_products import rounded
+from lowprec.backends.cpu.numpy_rounding import rounded
 from lowprec.core.dispatch import matmul
 from lowprec.core.plan_call import plan
 from lowprec.errors import ModeError, ShapeError

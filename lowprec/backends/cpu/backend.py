@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import library, numpy_products, products, quantized_products
+from lowprec.backends.cpu import library, numpy_execution, numpy_products, products, quantized_products
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
 from lowprec.backends.cpu.kernel_codes import reordered as reordered
@@ -21,10 +21,12 @@ def prepare(plan: GemmPlan) -> Executor:
     if 0 in plan.out_shape:
         return lambda _: None
     if not plan.layout.k or plan.problem.ignores_product:  # k or alpha is zero
-        return functools.partial(numpy_products.execute, plan, numpy_products.set_to_zero)
+        return functools.partial(numpy_execution.execute, plan, numpy_execution.set_to_zero)
     if plan.kernel_row.packs:
         return products.prepare(plan)
-    return numpy_products.prepare(plan) if plan.quantized is None else quantized_products.prepare(plan)
+    if plan.quantized is not None:
+        return quantized_products.prepare(plan)
+    return numpy_products.prepare(plan)
 
 
 def temporary(

@@ -29,10 +29,13 @@ _WITHOUT = "{}: products run on NumPy, no faster than fp32 in any mode"
 
 def capabilities(device: Device) -> Capabilities:
     """Return the cached kernels and features of this CPU; inside ``emulate``, emulated tensor cores come first."""
-    architecture, why = emulated_architecture(), library.unavailable_reason()
+    why = library.unavailable_reason()
     if why is not None:
         warn(_WITHOUT.format(why), once="kernels")
-    return _capabilities() if architecture is None else _emulating(architecture)
+    architecture = emulated_architecture()
+    if architecture is not None:
+        return _emulating(architecture)
+    return _capabilities()
 
 
 @functools.cache
@@ -77,12 +80,13 @@ def _warnings(rows: list[KernelRow]) -> Iterator[str]:
         )
     core_type = _numpys_core_type()
     if core_type in _BELOW_AVX512 and cpuinfo.cpu_flags() >= _AVX512:
+        cure = "set OPENBLAS_CORETYPE=SkylakeX before Python starts"
         held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
-        cure = f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to SkylakeX, before Python starts"
+        if held:
+            cure = f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to SkylakeX, before Python starts"
         yield (
             f"NumPy's OpenBLAS has its kernels for {core_type} on a processor with AVX-512, so numpy.matmul and "
-            "float64 products take up to twice as long as they could: "
-            f"{cure if held else 'set OPENBLAS_CORETYPE=SkylakeX before Python starts'}"
+            f"float64 products take up to twice as long as they could: {cure}"
         )
 
 

@@ -43,14 +43,14 @@ def reordered(view: QuantizedView) -> KernelCodes | None:
 
 def _packed(array: QuantizedArray, row: BlockFormat, unit: int) -> Any:
     """Return the memory of the codes, scales and zeros of an array in the order of a unit."""
-    parts = [np.ascontiguousarray(x) for x in (array.codes, array.scales, array.zeros) if x is not None]
+    stored = array.codes, array.scales, array.zeros
+    parts = [np.ascontiguousarray(x) for x in stored if x is not None]
     *batch, vectors, nbytes = (1, *parts[0].shape)
     batches = prod(batch)
     offsets = np.arange(batches) * (vectors * nbytes)
-    b = Matrix(
-        col=nbytes, batch_offsets=data_pointer(offsets), scale_col=parts[1].shape[-1] * parts[1].itemsize,
-        block=row.block, type=library.block_type(row),
-    )  # fmt: skip
+    b = Matrix(col=nbytes, block=row.block, type=library.block_type(row))
+    b.batch_offsets = data_pointer(offsets)
+    b.scale_col = parts[1].shape[-1] * parts[1].itemsize
     product = Product(1, vectors, array.shape[array.axis], batches, b=b, unit=unit)
     product.c.type = product.bias.type = -1
     return packed(product, [*map(data_pointer, parts), 0])
@@ -84,26 +84,31 @@ class _Array(NamedTuple):
 
 def _restored(array: _Array, lanes: int, memory: Any) -> QuantizedArray:
     """Return an array with new codes, scales and zeros, from those in the order of the kernels."""
-    shapes = part_shapes(array.shape, array.axis, array.row)
-    of_codes = shapes[0]
+    row = array.row
+    shapes = part_shapes(array.shape, array.axis, row)
+    of_codes, of_scales, of_zeros = shapes
     batches = prod(of_codes[:-2])
     vectors = prod(of_codes[-2:-1])
-    counts = _row_counts(array, shapes[1][-1])
     strips = -(-vectors // lanes)
+    counts = _row_counts(array, of_scales[-1])
     nbytes = strips * sum(counts) * 4 * lanes
     rows = memory.reshape(batches, -1)[:, :nbytes].reshape(batches, strips, sum(counts), 4 * lanes)
-    stored = []
-    first = 0
-    for name, shape, count in zip(("codes", "scales", "zeros"), shapes, counts, strict=False):
-        of_part = rows[:, :, first : first + count]
-        first += count
-        in_runs = name == "codes" and array.row.bits == 8
-        size = 4 if name == "scales" and array.row.has_float_scales else 1
-        part = np.zeros((batches, vectors, shape[-1] * size), np.uint8)
-        found = _by_vector(of_part, lanes, in_runs)[:, :vectors, : part.shape[-1]]
-        part[..., : found.shape[-1]] = found
-        stored.append(part.view(np.float32 if size == 4 else np.uint8).reshape(shape))
-    return quantized_array(array.like, array.shape, array.row, array.axis, stored, array.scale)
+    codes, scales, zeros = np.split(rows, np.cumsum(counts)[:-1], axis=2)
+    stored = [_part(_by_vector(codes, lanes, row.bits == 8), of_codes, np.uint8)]
+    stored.append(_part(_by_vector(scales, lanes), of_scales, np.float32 if row.has_float_scales else np.uint8))
+    if row.has_zeros:
+        stored.append(_part(_by_vector(zeros, lanes), of_zeros, np.uint8))
+    return quantized_array(array.like, array.shape, row, array.axis, stored, array.scale)
+
+
+def _part(by_vector: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return codes, scales or zeros as an array of this shape, with zeros after the bytes of a vector."""
+    vectors = prod(shape[-2:-1])
+    part = np.zeros((len(by_vector), vectors, shape[-1]), dtype)
+    of_bytes = part.view(np.uint8)
+    found = by_vector[:, :vectors, : of_bytes.shape[-1]]
+    of_bytes[..., : found.shape[-1]] = found
+    return part.reshape(shape)
 
 
 def _row_counts(array: _Array, blocks: int) -> list[int]:
@@ -111,13 +116,12 @@ def _row_counts(array: _Array, blocks: int) -> list[int]:
     row = array.row
     fours = -(-blocks // 4)
     codes = -(-array.shape[array.axis] // 32) * row.bits
-    counts = [codes, blocks if row.has_float_scales else fours]
-    if row.has_zeros:
-        counts.append(fours)
-    return counts
+    scales = blocks if row.has_float_scales else fours
+    zeros = fours if row.has_zeros else 0
+    return [codes, scales, zeros]
 
 
-def _by_vector(rows: Any, lanes: int, in_runs: bool) -> Any:
+def _by_vector(rows: Any, lanes: int, in_runs: bool = False) -> Any:
     """Return the bytes of each vector from rows of dwords of the vectors, or of runs of bytes of the vectors."""
     batches, strips, count, _ = rows.shape
     if in_runs:

@@ -13,25 +13,44 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView, QuantizedView
 from lowprec.arrays.quantized import part_shapes
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
-from lowprec.backends.cpu import numpy_products
+from lowprec.backends.cpu import numpy_execution, numpy_products
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT32
 from lowprec.modes import MathMode
 from lowprec.planning import GemmPlan, OperandSpec
 from lowprec.recipes import Rule
 
-#: A rounded operand, the float32 scales of its vectors or blocks or None, and the scale of the tensor.
-Rounded = tuple[ArrayView, Any, float]
+
+class Rounded(NamedTuple):
+    """A rounded operand."""
+
+    view: ArrayView
+    scales: Any = None  # float32 scales of its vectors or blocks
+    scale: float = 1.0  # of the tensor
+
+
+class Codes(NamedTuple):
+    """Codes and scales of an operand, as the parts of a `QuantizedArray`."""
+
+    codes: Any
+    scales: Any
+    zeros: Any = None
+
+
 #: Scales of vectors from this on lose a factor, so that the product of two is below 2^127.
-_LARGE_SCALE, _FACTOR = 2.0**63, 2.0**58
+_LARGE_SCALE = 2.0**63
+_FACTOR = 2.0**58
 
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan that rounds its operands, as ``native/quantized.cpp`` does."""
     assert plan.quantized is not None
-    rules, problem = plan.quantized.rules, plan.quantized.inner.problem
+    rules = plan.quantized.rules
+    problem = plan.quantized.inner.problem
     axis_of_b = -min(2, len(problem.b.shape))
-    multiply = _in_pieces(plan) if plan.quantized.k_piece else _at_once(plan)
+    multiply = _at_once(plan)
+    if plan.quantized.k_piece:
+        multiply = _in_pieces(plan)
 
     def execute(arguments: Arguments) -> None:
         of_a, of_b = (rule and rule.drawn(arguments.draw, i) for i, rule in enumerate(rules))
@@ -45,53 +64,48 @@ def prepare(plan: GemmPlan) -> Executor:
 def _operand(view: ArrayView, inner: int, rule: Rule | None, spec: OperandSpec, plan: GemmPlan) -> Rounded:
     """Return a rounded operand; one that is prepared for the mode is rounded once."""
     if rule is None:
-        return view, None, 1.0
+        return Rounded(view)
     if not view.is_prepared or view.mode != plan.mode:
         return _rounded(view, inner, rule, spec)
 
     def make() -> PackedOperand:
-        x, scales, scale = _rounded(view, inner, rule, spec)
+        found = _rounded(view, inner, rule, spec)
+        x = found.view
         if isinstance(x, QuantizedView):
-            return PackedOperand((x, scales, scale), x.quantized.codes.nbytes + x.quantized.scales.nbytes)
-        kept = PreparedView(x, MathMode.FP32, view.packed)
-        return PackedOperand((kept, scales, scale), x.nbytes + (0 if scales is None else scales.nbytes))
+            return PackedOperand(found, x.quantized.codes.nbytes + x.quantized.scales.nbytes)
+        nbytes = x.nbytes
+        if found.scales is not None:
+            nbytes += found.scales.nbytes
+        return PackedOperand(found._replace(view=PreparedView(x, MathMode.FP32, view.packed)), nbytes)
 
     key = "rounded", inner, spec.dtype, spec.blocks, rule._replace(stream=0), view.address, view.shape, view.strides
     found: Rounded = view.packed_operand(key, make)
     return found
 
 
-class Codes(NamedTuple):
-    """Codes and scales of an operand, as the parts of a `QuantizedArray`."""
-
-    codes: Any
-    scales: Any
-    zeros: Any = None
-
-
 def _once(x: Any, rule: Rule) -> Any:
     """Return the matrices of a batch without the copies of a broadcast one, unless random bits differ between these."""
     if rule.is_stochastic:
         return x
-    return x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
+    return numpy_execution.once(x)
 
 
 def _coded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Rounded:
     """Round an operand to codes; matrices of a broadcast batch once."""
     assert spec.blocks is not None
     row = spec.blocks.row
-    once = _once(view.ndarray(), rule)
+    x = _once(view.ndarray(), rule)
     with np.errstate(all="ignore"):
         if row.has_float_scales:
-            values, found, scale = block_codes.rounded(np.atleast_2d(once), inner, rule, np)
-            of_codes, of_scales, _ = part_shapes(once.shape, inner % once.ndim, row)
+            values, found, scale = block_codes.rounded(np.atleast_2d(x), inner, rule, np)
+            of_codes, of_scales, _ = part_shapes(x.shape, inner % x.ndim, row)
             codes = np.zeros(of_codes, np.uint8)
-            codes[..., : once.shape[inner]] = np.moveaxis(values, inner, -1).view(np.uint8).reshape(*of_codes[:-1], -1)
+            codes[..., : x.shape[inner]] = np.moveaxis(values, inner, -1).view(np.uint8).reshape(*of_codes[:-1], -1)
             scales = np.ascontiguousarray(found.swapaxes(-1, -2)).reshape(of_scales)
         else:
-            codes, scales, scale = block_codes.rounded(once, inner, rule, np, row=row)
-    x = ArrayView(spec.dtype, view.shape, spec.strides, CPU, codes, True, data_pointer(codes))
-    return QuantizedView(x, spec.blocks, Codes(codes, scales)), None, float(scale)
+            codes, scales, scale = block_codes.rounded(x, inner, rule, np, row=row)
+    described = ArrayView(spec.dtype, view.shape, spec.strides, CPU, codes, True, data_pointer(codes))
+    return Rounded(QuantizedView(described, spec.blocks, Codes(codes, scales)), scale=float(scale))
 
 
 def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Rounded:
@@ -102,9 +116,8 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
     if spec.blocks is not None:
         return _coded(view, inner, rule, spec)
     x = np.atleast_2d(view.ndarray())
-    once = _once(x, rule)
     with np.errstate(all="ignore"):
-        values, scales, scale = block_codes.rounded(once, inner, rule, np)
+        values, scales, scale = block_codes.rounded(_once(x, rule), inner, rule, np)
     scale = float(scale)
     if view.ndim == 1 and rule.scaling == "vector":
         scales = scales[0]
@@ -112,7 +125,9 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
         scales = np.asarray(scales / _FACTOR, np.float32)  # of one vector, not a scalar
         scale *= _FACTOR
     values = np.broadcast_to(values.astype(NUMPY_DTYPES[spec.dtype]), x.shape)
-    return host_view(values if view.ndim > 1 else values[0]), scales, scale
+    if view.ndim == 1:
+        values = values[0]
+    return Rounded(host_view(values), scales, scale)
 
 
 def _at_once(plan: GemmPlan) -> Callable[[Arguments, Rounded, Rounded], None]:
@@ -120,8 +135,8 @@ def _at_once(plan: GemmPlan) -> Callable[[Arguments, Rounded, Rounded], None]:
     execute = numpy_products.prepare(plan.quantized.inner)
 
     def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
-        alpha, rows = _in_range(arguments.alpha * a[2] * b[2], a, b)
-        execute(arguments._replace(a=a[0], b=b[0], alpha=alpha, row_scales=rows, col_scales=b[1]))
+        alpha, rows = _in_range(arguments.alpha * a.scale * b.scale, a, b)
+        execute(arguments._replace(a=a.view, b=b.view, alpha=alpha, row_scales=rows, col_scales=b.scales))
 
     return multiply
 
@@ -131,19 +146,22 @@ def _in_range(alpha: Any, a: Rounded, b: Rounded) -> tuple[Any, Any]:
 
     Times infinity, sums of zero would be NaN.
     """
-    rows = a[1]
-    if FLOAT32.largest < abs(alpha) < inf:
-        if rows is None or b[1] is None:
-            rows = np.asarray((np.ones(a[0].shape[-2:-1]) if rows is None else rows) * _FACTOR, np.float32)
-            alpha /= _FACTOR
-        alpha = max(min(alpha, FLOAT32.largest), -FLOAT32.largest)
-    return alpha, rows
+    rows = a.scales
+    if not FLOAT32.largest < abs(alpha) < inf:
+        return alpha, rows
+    if rows is None or b.scales is None:
+        if rows is None:
+            rows = np.ones(a.view.shape[-2:-1])
+        rows = np.asarray(rows * _FACTOR, np.float32)
+        alpha /= _FACTOR
+    return max(min(alpha, FLOAT32.largest), -FLOAT32.largest), rows
 
 
 def _in_pieces(plan: GemmPlan) -> Callable[[Arguments, Rounded, Rounded], None]:
     """Return the product as a sum over pieces of k, each with its scales; then the epilogue."""
     assert plan.quantized is not None
-    quantized, k = plan.quantized, plan.layout.k
+    quantized = plan.quantized
+    k = plan.layout.k
     step = quantized.k_piece
     axis_of_b = -min(2, len(plan.problem.b.shape))
     execute = {k % step: numpy_products.prepare(quantized.last)}
@@ -151,19 +169,25 @@ def _in_pieces(plan: GemmPlan) -> Callable[[Arguments, Rounded, Rounded], None]:
 
     def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
         total = host_view(np.zeros(plan.out_shape, np.float32))
-        x, y = a[0].widened().ndarray(), np.moveaxis(b[0].widened().ndarray(), axis_of_b, 0)
+        x = a.view.widened().ndarray()
+        y = np.moveaxis(b.view.widened().ndarray(), axis_of_b, 0)
+        sums = Arguments(a.view, b.view, total, total, None, a.scale * b.scale, 1.0)
         for number, start in enumerate(range(0, k, step)):
             piece = slice(start, min(start + step, k))
-            views = host_view(x[..., piece]), host_view(np.moveaxis(y[piece], 0, axis_of_b))
-            rows = _of_piece(a[1], quantized.rules[0], number)
-            cols = _of_piece(b[1], quantized.rules[1], number, plan.layout.n)
             multiply_piece = execute[piece.stop - start]
-            multiply_piece(Arguments(*views, total, total, None, a[2] * b[2], 1.0, row_scales=rows, col_scales=cols))
+            multiply_piece(
+                sums._replace(
+                    a=host_view(x[..., piece]),
+                    b=host_view(np.moveaxis(y[piece], 0, axis_of_b)),
+                    row_scales=_of_piece(a.scales, quantized.rules[0], number),
+                    col_scales=_of_piece(b.scales, quantized.rules[1], number, plan.layout.n),
+                )
+            )
 
         def finish(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
             out[...] = total.ndarray().reshape(out.shape)
 
-        numpy_products.execute(plan, finish, arguments)
+        numpy_execution.execute(plan, finish, arguments)
 
     return multiply
 

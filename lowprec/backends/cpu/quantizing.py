@@ -35,25 +35,39 @@ def describe(
     their blocks but without float32 scales, or int8; or codes, in whole blocks along k, whose scales are apart.
     Matrices of a batch along which ``to`` is broadcast are rounded once.
     """
-    strides = source.row_stride, source.col_stride, to.row_stride, to.col_stride
-    vectors, k = source.rows, source.cols
     if operand:
-        vectors, k = k, vectors
-        strides = source.col_stride, source.row_stride, to.col_stride, to.row_stride
-    steps = vectors, 1, 0
-    if to_codes:
-        blocks = -(-k // rule.block[1])
-        steps = vectors * blocks, blocks, 1
-        strides = (*strides[:2], blocks * rule.block[1], 1)
-    elif rule.block_scale == "float32":
-        along_k, across = -(-k // rule.block[1]), -(-vectors // rule.block[0])
-        steps = along_k * across, 1, across
+        source = source.transposed
+        to = to.transposed
     batch = [n if stride else 1 for n, stride in zip(to.batch_shape, to.batch_strides, strict=True)]
     offsets = [library.offsets(zip(batch, x.batch_strides, strict=True)) for x in (source, to)]
-    described = library.Quantizer(prod(batch), vectors, k, *strides, *map(data_pointer, offsets), *steps)
-    described.codes = to_codes
-    add_rule(described, rule, source.dtype)
-    return described, offsets
+    q = library.Quantizer(batches=prod(batch), vectors=source.rows, k=source.cols, codes=to_codes)
+    q.vector = source.row_stride
+    q.inner = source.col_stride
+    q.to_vector = to.row_stride
+    q.to_inner = to.col_stride
+    q.offsets, q.to_offsets = map(data_pointer, offsets)
+    blocks = -(-q.k // (rule.block[1] or q.k))
+    if to_codes:
+        q.to_vector = blocks * rule.block[1]
+        q.to_inner = 1
+        _set_scales(q, blocks)
+    elif rule.block_scale == "float32":
+        across = -(-q.vectors // rule.block[0])
+        q.scale_batch = blocks * across
+        q.scale_vector = 1
+        q.scale_inner = across
+    else:
+        q.scale_batch = q.vectors
+        q.scale_vector = 1
+    add_rule(q, rule, source.dtype)
+    return q, offsets
+
+
+def _set_scales(q: library.Quantizer, blocks: int) -> None:
+    """Set the strides of the scales of codes, of blocks along k."""
+    q.scale_batch = q.vectors * blocks
+    q.scale_vector = blocks
+    q.scale_inner = 1
 
 
 def encodes(view: ArrayView) -> bool:
@@ -66,41 +80,62 @@ def encode(
     view: ArrayView, axis: int, row: BlockFormat, scale_rule: str, shapes: tuple[Any, ...]
 ) -> tuple[tuple[Any, Any], float]:
     """Return codes along an axis as uint8, scales as codes or float32, of these shapes, and the scale of the array."""
-    rule = FORMATS[row.name][0] if row.is_mode else Rule("int4", "block", (1, row.block), "float32")
+    rule = Rule("int4", "block", (1, row.block), "float32")
+    if row.is_mode:
+        rule = FORMATS[row.name][0]
     if rule.block_scale == "floor":
         rule = rule._replace(block_scale=scale_rule)
-    of_scales = np.float32 if row.has_float_scales else np.uint8
-    codes = aligned_empty(shapes[0], np.dtype(np.uint8))
-    scales = None if shapes[1] is None else aligned_empty(shapes[1], np.dtype(of_scales))
-    extents, strides, padded = list(view.shape), list(view.strides), shapes[0][-1] * 8 // row.bits
-    k, inner = extents.pop(axis), strides.pop(axis)
-    vectors, vector = (extents.pop(), strides.pop()) if extents else (1, 0)
-    batches, blocks = prod(extents), 0 if scales is None else scales.shape[-1]
-    offsets = library.offsets(zip(extents, strides, strict=True)), np.arange(batches) * (vectors * padded)
-    described = library.Quantizer(
-        batches, vectors, k, vector, inner, padded, 1, *map(data_pointer, offsets), vectors * blocks, blocks, 1, codes=1
-    )
-    add_rule(described, rule, view.dtype)
-    return (codes, scales), _quantize(described, view, codes, scales)
+    of_codes, of_scales = shapes
+    codes = aligned_empty(of_codes, np.dtype(np.uint8))
+    scales = None
+    if of_scales is not None:
+        scales = aligned_empty(of_scales, np.dtype(np.float32 if row.has_float_scales else np.uint8))
+    extents = list(view.shape)
+    strides = list(view.strides)
+    q = library.Quantizer(vectors=1, codes=1, to_inner=1, to_vector=of_codes[-1] * 8 // row.bits)
+    q.k = extents.pop(axis)
+    q.inner = strides.pop(axis)
+    if extents:
+        q.vectors = extents.pop()
+        q.vector = strides.pop()
+    q.batches = prod(extents)
+    offsets = library.offsets(zip(extents, strides, strict=True))
+    to_offsets = np.arange(q.batches) * (q.vectors * q.to_vector)
+    q.offsets = data_pointer(offsets)
+    q.to_offsets = data_pointer(to_offsets)
+    _set_scales(q, 0 if of_scales is None else of_scales[-1])
+    add_rule(q, rule, view.dtype)
+    return (codes, scales), _quantize(q, view, codes, scales)
 
 
-def add_rule(described: library.Quantizer, rule: Rule, dtype: DType) -> None:
-    described.block_vectors, described.block_k = rule.block
-    described.seed, described.stream, described.hadamard = rule.seed, rule.stream, rule.hadamard > 0
-    described.type, described.elements = library.TYPES[dtype], _ELEMENTS[rule.elements]
-    described.scaling = _SCALINGS[rule.block_scale if rule.scaling == "block" else rule.scaling]
-    described.stochastic = rule.rounding == "stochastic"
-    described.powers = rule.power_scales
+def add_rule(q: library.Quantizer, rule: Rule, dtype: DType) -> None:
+    """Set how numbers of a type are rounded."""
+    q.block_vectors, q.block_k = rule.block
+    q.seed = rule.seed
+    q.stream = rule.stream
+    q.hadamard = rule.hadamard > 0
+    q.type = library.TYPES[dtype]
+    q.elements = _ELEMENTS[rule.elements]
+    scaling = rule.scaling
+    if scaling == "block":
+        scaling = rule.block_scale
+    q.scaling = _SCALINGS[scaling]
+    q.stochastic = rule.rounding == "stochastic"
+    q.powers = rule.power_scales
 
 
 def _quantize(described: library.Quantizer, view: ArrayView, to: Any, scales: Any) -> float:
     """Call the library with the description of a rounding; return the scale of the tensor."""
     scale = ctypes.c_float()
-    is_alone = described.batches * described.vectors * described.k < _ALONE
-    status = library.functions().quantize(
-        ctypes.addressof(described), view.address, data_pointer(to), None if scales is None else data_pointer(scales),
-        ctypes.addressof(scale), 1 if is_alone else threads.num_threads(),
-    )  # fmt: skip
+    count = threads.num_threads()
+    if described.batches * described.vectors * described.k < _ALONE:
+        count = 1
+    of_scales = None
+    if scales is not None:
+        of_scales = data_pointer(scales)
+    quantize = library.functions().quantize
+    addresses = ctypes.addressof(described), view.address, data_pointer(to), of_scales, ctypes.addressof(scale)
+    status = quantize(*addresses, count)
     if status == library.NO_MEMORY:
         raise MemoryError("no memory for rounding an operand")
     if status:

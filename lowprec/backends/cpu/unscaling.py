@@ -20,17 +20,21 @@ _BLOCK = 1 << 16
 
 def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
     """Multiply float32, float64 or bfloat16 arrays by ``inverse``; return whether any has Inf or NaN."""
-    functions = library.library() if library.units() else None
-    not_finite, rows = False, []
+    functions = library.library()
+    if not library.units():
+        functions = None
+    not_finite = False
+    rows = []
     for x, out in pairs:
         first = data_pointer(x)
-        target = first if out is x else data_pointer(out)
+        target = data_pointer(out)
         if not is_flat(x, out, first, target):
             not_finite |= _unscale_plain(x, out, inverse)
         elif functions is not None and x.dtype in _TYPES:
             rows.append((first, target, x.size, _TYPES[x.dtype]))
         else:
-            source, result = x.ravel("K"), out.ravel("K")
+            source = x.ravel("K")
+            result = out.ravel("K")
             for i in range(0, x.size, _BLOCK):
                 not_finite |= _unscale_plain(source[i : i + _BLOCK], result[i : i + _BLOCK], inverse)
     if functions is not None and rows:

@@ -1,0 +1,80 @@
+"""Products of integers in blocks on NumPy, with the bits of the kernels (``native/blocks.hpp``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lowprec.arrays import block_codes
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.view import ArrayView
+from lowprec.backends.cpu.numpy_execution import execute, stacks
+from lowprec.backends.interface import Arguments
+from lowprec.planning import GemmPlan
+from lowprec.planning.schedule import chunk_length
+
+
+def execute_blocks(plan: GemmPlan, arguments: Arguments) -> None:
+    """Add the exact sums over blocks times their scales, in chunks of k."""
+    a, scales_a = _integers(arguments.a)
+    b, scales_b = _integers(arguments.b)
+    of_a, of_b, *_ = stacks(plan, arguments._replace(a=scales_a, b=scales_b))
+    rows = [x.blocks.row for x in (plan.problem.a, plan.problem.b) if x.blocks]
+    size = 32
+    if any(row.block == 16 for row in rows):
+        size = 16
+    rounds = rows[1].has_float_scales
+
+    def multiply(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+        k = a.shape[-1]
+        step = chunk_length(k, plan.kernel_row.k_chunk)
+        for start in range(0, k, step):
+            total = np.zeros(out.shape, np.float32)
+            for first in range(start, min(start + step, k), size):
+                part = slice(first, min(first + size, start + step, k))
+                scaled = np.matmul(a[..., part], b[..., part, :]) * of_b[..., first : first + 1, :]
+                if rounds:
+                    scaled = scaled.astype(np.float32).astype(np.float64)
+                total = _rounded_sum(scaled * of_a[..., first : first + 1], total)
+            if start:
+                total = out + total
+            out[...] = total
+
+    execute(plan, multiply, arguments._replace(a=a, b=b))
+
+
+def _integers(view: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Return the numbers of codes without scales, and the scale of each, in float64."""
+    assert view.blocks is not None
+    axis = view.blocks.axis
+    row = view.blocks.row.of_length(view.shape[axis])
+    stored = view.quantized
+    codes = np.asarray(stored.codes)
+    scales = np.asarray(stored.scales)
+    zeros = None
+    if stored.zeros is not None:
+        zeros = np.asarray(stored.zeros).reshape(-1)
+    assert row.scales is not None
+    dtype = np.dtype(getattr(ml_dtypes, row.scales.name, row.scales.name))
+    ones = np.ones(scales.size, dtype).view(scales.dtype)
+    numbers = block_codes.decode(codes.reshape((scales.size, -1)), ones, zeros, row, 1.0, np)
+    spread = np.repeat(scales.view(dtype).astype(np.float64), row.block, -1)
+
+    def in_shape(x: Any) -> ArrayView:
+        found = np.moveaxis(x.reshape(spread.shape)[..., : view.shape[axis]], -1, axis)
+        return host_view(np.broadcast_to(found.astype(np.float64), view.shape))
+
+    return in_shape(numbers), in_shape(spread)
+
+
+def _rounded_sum(x: Any, y: Any) -> Any:
+    """Return float64 numbers plus float32 ones, rounded once to float32: the float64 sum is rounded to odd."""
+    total = x + y
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    bits = total.view(np.int64)
+    inexact = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    return (bits + np.where(inexact, away, 0)).view(np.float64).astype(np.float32)
