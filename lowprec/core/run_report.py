@@ -174,9 +174,9 @@ def compared(
 ) -> RunComparison:  # fmt: skip
     """Return the report of a run and of that in the reference; ``blame`` is by layer."""
     total = _total(run) or 1
-    sums: dict[tuple[str, str, str], _Sum] = {}
+    sums: dict[tuple[str, str, str], _Errors] = {}
     for x in run.observed:
-        sums.setdefault((x.name, x.phase, x.mode), _Sum()).add(x)
+        sums.setdefault((x.name, x.phase, x.mode), _Errors()).add(x)
     parting = _add_drift(sums, run.observed, reference.observed)
     layers = [s.row(*key, total, blame or {}) for key, s in sums.items()]
     layers += [_unobserved(x, total) for x in run.others]
@@ -192,7 +192,7 @@ def compared(
     return RunComparison(mode, against, change, ranked, tuple(layers), parting, fault, tuple(notes), lines)
 
 
-class _Sum:
+class _Errors:
     """The sums of one row."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class _Sum:
         )
 
 
-def _add_drift(sums: Mapping[Any, _Sum], found: Sequence[Observed], wanted: Sequence[Observed]) -> str:
+def _add_drift(sums: Mapping[Any, _Errors], found: Sequence[Observed], wanted: Sequence[Observed]) -> str:
     """Add the differences of the results of two runs; return the description of the first other product."""
     calls: dict[tuple[str, str], int] = {}
     for x, y in zip(found, wanted, strict=False):
