@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import InterceptionReport
-from lowprec.core.rules import Rules, RulesLike, first_match
+from lowprec.core.rules import Rules, RulesLike
 from lowprec.errors import SettingError, UnsupportedError, quoted
 from lowprec.policy.entries import Entry
 
@@ -25,7 +25,7 @@ class intercept(Interception):
     ----------
     math_mode : str, MathMode, Recipe, mapping, list of pairs, or path
         Mode of the products, or rules as in :class:`lowprec.torch.intercept`. Of these, NumPy uses those of its
-        routines and that of ``"*"``, and JAX the mode of a product without a layer.
+        routines and that of ``"*"``.
     libraries : list of str, optional
         The libraries, such as ``["torch"]``; by default those that are loaded at the entry and that lowprec can
         intercept on this system; the report names the others.
@@ -137,10 +137,7 @@ def of_library(name: str, rules: Rules, *, cast: bool = False, **of_torch: Any) 
     if name == "jax":
         from lowprec.jax.interception import intercept as jax
 
-        mode = first_match(rules, ())
-        if mode is None:
-            raise UnsupportedError('no mode for products without a layer; add "*" to the modes')
-        return jax(mode)
+        return jax(rules)
     from lowprec.numpy import blas
     from lowprec.numpy import intercept as numpy
 

@@ -7,8 +7,11 @@ compiled again inside, and are used again outside.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable
+from itertools import groupby
+from math import prod
 from typing import Any
 
 import jax
@@ -19,10 +22,11 @@ from jax.interpreters import mlir
 from lowprec import policy
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import LedgerRow, PassedBy
+from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
-from lowprec.jax.lowering import multiply
-from lowprec.modes import ModeLike, parse_mode, row
+from lowprec.jax.lowering import axes_of, multiply
+from lowprec.modes import MathMode, Mode, row
 
 
 class intercept(Interception):
@@ -39,13 +43,15 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str, MathMode or Recipe
-        Mode of the products; an ``fp32_guard`` overrides it.
+    math_mode : str, MathMode, Recipe, mapping, list of pairs, or path
+        Mode of the products, or rules as of :class:`lowprec.torch.intercept`. The layer of a product is the path of its
+        functions under ``jit`` and its ``jax.named_scope`` blocks, such as ``"step.mlp.head"``; a pattern matches the
+        path, or is one of its parts. An ``fp32_guard`` overrides the modes.
 
     Raises
     ------
     ModeError
-        The mode is unknown.
+        A mode or a pattern is illegal.
 
     Examples
     --------
@@ -58,15 +64,18 @@ class intercept(Interception):
     {'dot_general'}
     """
 
-    def __init__(self, math_mode: ModeLike) -> None:
-        super().__init__(parse_mode(math_mode))
+    def __init__(self, math_mode: RulesLike) -> None:
+        super().__init__(math_mode)
 
     def _key(self) -> Any:
-        return self.rules[0][1].value, _default_precision(jax.config.jax_default_matmul_precision)
+        return self.rules, _default_precision(jax.config.jax_default_matmul_precision)
 
     def _install(self) -> None:
         _register(lax.dot_general_p, _lower_product)
         _register(lax.conv_general_dilated_p, _lower_other)
+        for primitive in list(mlir._lowerings):
+            if primitive.name in _CALLS:
+                _register(primitive, _lower_call)
 
     def _opened(self) -> None:
         """Put the innermost mode of this thread, or the mode of the process, into JAX's key."""
@@ -80,9 +89,9 @@ class intercept(Interception):
 
     def _remarks(self) -> list[str]:
         text = (
-            "Counts are of compiled products, not of their executions; equal products of a graph count once, and those "
-            "that an earlier block of this mode has compiled are not counted again. Not seen are functions that were "
-            "exported or compiled ahead of time outside, and Python callbacks such as jax.pure_callback."
+            "Counts are of compiled products, not of their executions; those that an earlier block of these rules has "
+            "compiled are not counted again. Not seen are functions that were exported or compiled ahead of time "
+            "outside, and Python callbacks such as jax.pure_callback."
         )
         return [text]
 
@@ -98,8 +107,16 @@ _outside.__enter__()
 _outside.__exit__(None, None, None)
 
 
+#: Primitives that lower functions of their own. Each call is lowered for itself, with the names of its callers.
+_CALLS = frozenset(["jit", "scan", "while", "cond", "remat2", "custom_jvp_call"])
+#: Names of these, and the transforms around a name.
+_STRUCTURE = re.compile(r"while/(?:body|cond)|checkpoint|rematted_computation|closed_call|[\w.]*\(|\)")
+
+
 class _LoweringThread(threading.local):
     is_busy = False  # while a product's own operations are lowered
+    #: Names around the function that is lowered, and JAX's names at its call, which it may have, too.
+    callers = ("", "")
 
 
 _thread = _LoweringThread()
@@ -112,33 +129,89 @@ def _register(primitive: Any, rule: Callable[..., Any]) -> None:
     for platform, rules in tables.items():
         if primitive in rules:
             own = rules[primitive].rule
-            mlir.register_lowering(primitive, functools.partial(rule, own, platform), platform=platform)
+            # JAX would share the lowering of equal products of different layers.
+            front = functools.partial(rule, own, platform)
+            mlir.register_lowering(primitive, front, platform=platform, cacheable=False)
 
 
 def _lower_product(own: Callable[..., Any], platform: str | None, ctx: Any, a: Any, b: Any, **params: Any) -> Any:
     if _thread.is_busy or _context.value is None:
         return own(ctx, a, b, **params)
-    asked, default = _context.value
-    mode = policy.resolve(asked).mode
-    kinds = [aval.dtype for aval in (*ctx.avals_in, ctx.avals_out[0])]
-    name = np.dtype(kinds[0]).name
-    acts = len(set(kinds)) == 1 and name in _FLOATS and row(mode).acts(dtype_from_name(name))
+    rules, default = _context.value
+    mode, reason = _mode_of(ctx, rules, params["dimension_numbers"])
     if policy.is_guarded():  # which sets JAX's default
         default = _default_precision(jax.config.jax_default_matmul_precision)
-    if not acts or params["precision"] not in (*_NO_CHOICE, default):
-        reason = PassedBy.PRECISION if acts else PassedBy.ELEMENT_TYPE
+    if reason is None and params["precision"] not in (*_NO_CHOICE, default):
+        reason = PassedBy.PRECISION
+    if mode is None or reason is not None:
         _count(ctx, "dot_general", "", reason)
         return own(ctx, a, b, **params)
     _count(ctx, "dot_general", mode.value, None)
     compute = functools.partial(
         multiply, dimensions=params["dimension_numbers"], out_sharding=params.get("out_sharding"), mode=mode.value,
-        out_dtype=name, on_gpu=platform in ("cuda", "rocm"),
+        out_dtype=ctx.avals_out[0].dtype.name, on_gpu=platform in ("cuda", "rocm"),
     )  # fmt: skip
     _thread.is_busy = True
     try:
         return mlir.lower_fun(compute, multiple_results=False)(ctx, a, b)
     finally:
         _thread.is_busy = False
+
+
+def _mode_of(ctx: Any, rules: Rules, dimensions: Any) -> tuple[Mode | None, PassedBy | None]:
+    """Return the mode of a product by the rules, or the reason why it is XLA's."""
+    x, y = ctx.avals_in
+    free = [axes_of(aval, dimensions, number).free for number, aval in enumerate((x, y))]
+    routine = "dot_general"
+    if prod(aval.shape[axis] for aval, axes in zip((x, y), free, strict=True) for axis in axes) == 1:
+        routine = "dot"
+    asked = first_match(rules, _layer_of(ctx), routine)
+    if asked is None:
+        return None, PassedBy.VECTORS if routine == "dot" else PassedBy.LAYER
+    if row(asked).quantizes and not all(free) and not names(rules, routine):
+        asked = MathMode.BF16
+    mode = policy.resolve(asked).mode
+    name = np.dtype(x.dtype).name
+    out = ctx.avals_out[0].dtype
+    is_sum = out == x.dtype or (x.dtype.itemsize == 2 and out == np.float32)
+    if x.dtype == y.dtype and is_sum and name in _FLOATS and row(mode).acts(dtype_from_name(name)):
+        return mode, None
+    return None, PassedBy.ELEMENT_TYPE
+
+
+def _layer_of(ctx: Any) -> Layer:
+    """Return the path of a product's functions and scopes, with each of its parts as a class."""
+    found = _STRUCTURE.sub("", "/".join(_names_of(ctx))).split("/")
+    parts = [part for part, _ in groupby(filter(None, found))]
+    path = ".".join(parts)
+    return tuple((path, part) for part in parts)
+
+
+def _names_of(ctx: Any) -> tuple[str, str]:
+    """Return the names around the function that is lowered, and JAX's own."""
+    outer, at_call = _thread.callers
+    own = str(ctx.name_stack)
+    if not own.startswith(at_call):
+        outer = f"{outer}/{at_call}"
+    return outer, own
+
+
+def _lower_call(own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower the call of a function under its name, for each of its callers if there are several rules."""
+    if _context.value is None or _thread.is_busy:
+        return own(ctx, *operands, **params)
+    before = _thread.callers
+    callers = _names_of(ctx)
+    if ctx.primitive.name == "jit":
+        path = "/".join((*callers, params["name"]))
+        callers = (path, "")
+        if len(_context.value[0]) > 1:
+            params["name"] = path.strip("/").replace("/", ".")
+    _thread.callers = callers
+    try:
+        return own(ctx, *operands, **params)
+    finally:
+        _thread.callers = before
 
 
 @functools.lru_cache
@@ -156,6 +229,9 @@ def _lower_other(own: Callable[..., Any], platform: str | None, ctx: Any, *opera
 
 def _count(ctx: Any, operator: str, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
-    found = LedgerRow("", operator, ctx.avals_in[0].dtype.name, False, mode, reason)
+    layer = _layer_of(ctx)
+    name = layer[0][0] if layer else ""
+    is_backward = "transpose(" in str(ctx.name_stack)
+    found = LedgerRow(name, operator, ctx.avals_in[0].dtype.name, is_backward, mode, reason)
     if (block := intercept._innermost()) is not None:
         block.scope.ledger.add(found, 0, lambda: shapes)
