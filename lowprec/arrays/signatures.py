@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
     T = TypeVar("T", covariant=True)
 
-    class _Array(Protocol[T]):  # T is NDArray[Any] of any ndarray, torch.Tensor also of an nn.Parameter, jax.Array
+    class _ArrayOf(Protocol[T]):  # T is NDArray[Any] of any ndarray, torch.Tensor also of an nn.Parameter, jax.Array
         def clip(self, low: Any, high: Any, /) -> T: ...
 
     class _DLPack(Protocol):
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     class _OfFirst(Protocol[P]):  # a function of an array and further arguments
         @overload
-        def __call__(self, a: _Array[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+        def __call__(self, a: _ArrayOf[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload
         def __call__(self, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
     class _OfSecond(Protocol[P]):  # a function of a string, an array and further arguments
         @overload
-        def __call__(self, s: str, a: _Array[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+        def __call__(self, s: str, a: _ArrayOf[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload
         def __call__(self, s: str, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
