@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import re
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ class Part(NamedTuple):
     place: int | None = None
 
 
+class _Module(NamedTuple):
+    """A module with its layer, and the layers of its matrices by their extents."""
+
+    module: ref[torch.nn.Module]
+    layer: Layer
+    by_shape: dict[Any, Layer]
+
+
 _NO_PART = Part(())
 
 #: Attributes of storages: the end and layer of each parameter by its first byte, and the layer of an activation.
@@ -56,8 +65,7 @@ class LayerNames:
     def __init__(self) -> None:
         self._gradient: StorageWeakRef | None = None  # the last one that was multiplied by a parameter
         self._layers = WeakIdKeyDictionary()  # by parameter; empty for those without a module
-        self._names = WeakIdKeyDictionary()  # by module
-        self._shapes = WeakIdKeyDictionary()  # by module: the layers of its matrices, by shape
+        self._modules: dict[int, _Module] = {}  # by id
         self._is_current = False
         self._is_watching = False
 
@@ -113,27 +121,26 @@ class LayerNames:
         module = calling_module()
         if module is None:
             return ()
-        if not self._is_current or module not in self._names:
+        known = self._modules.get(id(module))
+        if not self._is_current or known is None or known.module() is not module:
             self._scan()
-        kind = parametrize.type_before_parametrizations(module).__name__
-        own: Layer = self._names.get(module, ((kind, kind),))
+            name = type(module).__name__
+            known = self._modules.setdefault(id(module), _Module(ref(module), ((name, name),), {}))
         if holds(module, x):
-            return own
+            return known.layer
         if x.requires_grad or _of_activation(x) is not None:
             return ()
-        layer: Layer = self._shapes_of(module).get(frozenset(x.shape), ())
-        return layer if len(layer) <= 1 else own
+        layer: Layer = self._layers_by_shape(module, known.by_shape).get(frozenset(x.shape), ())
+        return layer if len(layer) <= 1 else known.layer
 
-    def _shapes_of(self, module: torch.nn.Module) -> dict[frozenset[int], Layer]:
-        found: dict[frozenset[int], Layer] | None = self._shapes.get(module)
-        if found is None:
-            found = {}
+    def _layers_by_shape(self, module: torch.nn.Module, found: dict[Any, Layer]) -> dict[Any, Layer]:
+        if not found:
+            found[None] = ()
             for p in module.parameters():
                 if p.ndim == 2:
                     extents = frozenset(p.shape)
-                    known = (*found.get(extents, ()), *self._of_parameter(_local(p)))
-                    found[extents] = tuple(dict.fromkeys(known))
-            self._shapes[module] = found
+                    layers = (*found.get(extents, ()), *self._of_parameter(_local(p)))
+                    found[extents] = tuple(dict.fromkeys(layers))
         return found
 
     def add_cast(self, x: Tensor, cast: Tensor) -> None:
@@ -210,6 +217,7 @@ class LayerNames:
         self._is_current = True  # before the scan, during which another thread may add a parameter
         modules: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
         children = {id(child) for x in modules for child in x._modules.values()}
+        self._modules = {}
         found: dict[int, tuple[Tensor, Layer]] = {}
         for root in modules:
             if id(root) in children:
@@ -218,10 +226,9 @@ class LayerNames:
             for name, each in named.items():
                 owner = _PARAMETRIZED.sub("", name)
                 kind = parametrize.type_before_parametrizations(named[owner])
-                self._names[each] = ((_shown(owner, kind), kind.__name__),)
+                self._modules[id(each)] = _Module(ref(each), ((_shown(owner, kind), kind.__name__),), {})
                 for p in _matrices(each):
                     _add(found, _local(p), _shown(owner, kind), kind)
-        self._shapes.clear()
         for p, layer in found.values():
             self._layers[p] = layer
             _record(p, layer)
