@@ -2,6 +2,8 @@
 
 import pytest
 
+import lowprec
+
 pytestmark = pytest.mark.usefixtures("torch")
 
 SOLVERS = {
@@ -13,6 +15,8 @@ SOLVERS = {
     "eigvalsh": lambda t, a, b: t.linalg.eigvalsh(a),
     "qr": lambda t, a, b: t.linalg.qr(a)[1],
     "lu": lambda t, a, b: t.linalg.lu(a)[1],
+    "lowprec.linalg.inv": lambda t, a, b: lowprec.linalg.inv(a),
+    "lowprec.linalg.eigvalsh": lambda t, a, b: lowprec.linalg.eigvalsh(a),
     "cholesky": lambda t, a, b: t.linalg.cholesky_ex(a + 8 * t.eye(8))[0],
 }
 
