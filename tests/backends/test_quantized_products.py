@@ -226,6 +226,18 @@ def test_a_prepared_quantised_array_has_no_reference_to_its_codes(fmt, shape, ax
         assert codes() is None
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "int8"])
+def test_kernels_with_other_vectors_pack_the_restored_codes(fmt):
+    if not native.units():
+        pytest.skip("lowprec has no kernels")
+    x = np.random.default_rng(3).standard_normal((64, 48)).astype(np.float32)
+    q = lowprec.quantize(x, fmt, axis=0)
+    prepared = lowprec.prepare(q)
+    prepared._view.kept = prepared._view.kept._replace(lanes=3)
+    np.testing.assert_array_equal(lowprec.matmul(x.T, prepared), lowprec.matmul(x.T, q))
+    assert prepared.packed_bytes > 0
+
+
 def test_restored_codes_are_of_the_library_of_the_codes(torch):
     q = lowprec.quantize(torch.ones(64, 32), "mxfp4", axis=0)
     restored = lowprec.prepare(q).quantized()

@@ -1,7 +1,7 @@
 // The tile instructions of AMX by AVX-512, for checks of x86_amx.cpp on processors without them.
 //
-// As in Intel's manual (TDPBF16PS, TDPBSSD): sums of even and odd elements of a row are separate until the end, by FMA in
-// round-to-nearest; subnormal numbers of operands and results are zero. Tiles are those of the calling thread.
+// As in Intel's manual (TDPBF16PS, TDPBSSD): sums of even and odd elements of a row are separate until the end, by FMA
+// in round-to-nearest; subnormal numbers of operands and results are zero. Tiles are those of the calling thread.
 #pragma once
 #include "common.hpp"
 
@@ -16,15 +16,18 @@ static thread_local SoftwareTiles lp_tiles;
 static void lp_tile_config(const void* from) {
     const unsigned char* config = (const unsigned char*)from;
     memset(&lp_tiles, 0, sizeof lp_tiles);
-    for (int t = 0; t < 8; t++) lp_tiles.row_bytes[t] = config[16 + 2 * t] + 256 * config[17 + 2 * t], lp_tiles.rows[t] = config[48 + t];
+    for (int t = 0; t < 8; t++)
+        lp_tiles.row_bytes[t] = config[16 + 2 * t] + 256 * config[17 + 2 * t], lp_tiles.rows[t] = config[48 + t];
 }
 static void lp_tile_zero(int t) { memset(lp_tiles.data[t], 0, sizeof lp_tiles.data[t]); }
 static void lp_tile_load(int t, const void* from, int64_t stride) {
     lp_tile_zero(t);
-    for (int i = 0; i < lp_tiles.rows[t]; i++) memcpy(lp_tiles.data[t][i], (const char*)from + i * stride, (size_t)lp_tiles.row_bytes[t]);
+    for (int i = 0; i < lp_tiles.rows[t]; i++)
+        memcpy(lp_tiles.data[t][i], (const char*)from + i * stride, (size_t)lp_tiles.row_bytes[t]);
 }
 static void lp_tile_store(int t, void* to, int64_t stride) {
-    for (int i = 0; i < lp_tiles.rows[t]; i++) memcpy((char*)to + i * stride, lp_tiles.data[t][i], (size_t)lp_tiles.row_bytes[t]);
+    for (int i = 0; i < lp_tiles.rows[t]; i++)
+        memcpy((char*)to + i * stride, lp_tiles.data[t][i], (size_t)lp_tiles.row_bytes[t]);
 }
 
 static void lp_tile_multiply_bf16(int to, int a, int b) {
@@ -38,8 +41,10 @@ static void lp_tile_multiply_bf16(int to, int a, int b) {
             int pair;
             memcpy(&pair, &tiles.data[a][i][4 * k], 4);
             const __m512i x = _mm512_set1_epi32(pair), y = _mm512_load_si512(tiles.data[b][k]);
-            even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), even);
-            odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)), odd);
+            even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+                                   _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), even);
+            odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(x, high)),
+                                  _mm512_castsi512_ps(_mm512_and_si512(y, high)), odd);
         }
         _mm512_store_ps(tiles.data[to][i], _mm512_add_ps(_mm512_load_ps(tiles.data[to][i]), _mm512_add_ps(even, odd)));
     }

@@ -164,8 +164,7 @@ float CBLAS(sdot)(Int, const float*, Int, const float*, Int);
 void CBLAS(ssymv)(int, int, Int, float, const float*, Int, const float*, Int, float, float*, Int);
 }
 
-template <class T> FACTOR(T)
-factor(const T& x) {
+template <class T> FACTOR(T) factor(const T& x) {
     if constexpr (Is<T>::COMPLEX) return &x;
     else return x;
 }
@@ -268,8 +267,7 @@ template <class T> void check_syrk(int order, int uplo, int op, bool is_hermitia
         Hermitian<T>::syrk(order, uplo, op, n, k, std::real(alpha), a.data.data(), a.ld, std::real(beta), c.data.data(),
                            c.ld);
     auto left = [&](Int i, Int l) {
-        return op == PLAIN ? value(a.at(i, l)) : is_hermitian ? std::conj(value(a.at(l, i)))
-                                                              : value(a.at(l, i));
+        return op == PLAIN ? value(a.at(i, l)) : is_hermitian ? std::conj(value(a.at(l, i))) : value(a.at(l, i));
     };
     auto right = [&](Int l, Int j) { return is_hermitian ? std::conj(left(j, l)) : left(j, l); };
     compare_all("syrk", c, before, k, value(alpha), value(beta), uplo, left, right);
@@ -313,8 +311,7 @@ template <class T> void check_trmm(int order, int side, int uplo, int op, bool i
     if (by_fortran)
         Blas<T>::ftrmm(letter(side), letter(uplo), letter(op), is_unit ? "U" : "N", &m, &n, &alpha, a.data.data(),
                        &a.ld, b.data.data(), &b.ld);
-    else
-        Blas<T>::trmm(order, side, uplo, op, unit, m, n, factor(alpha), a.data.data(), a.ld, b.data.data(), b.ld);
+    else Blas<T>::trmm(order, side, uplo, op, unit, m, n, factor(alpha), a.data.data(), a.ld, b.data.data(), b.ld);
     auto triangle = [&](Int i, Int j) {
         const Int row = op == PLAIN ? i : j, col = op == PLAIN ? j : i;
         if (is_unit && i == j) return Value(1);

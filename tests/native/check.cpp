@@ -1,11 +1,12 @@
 // Checks of the kernels without Python, for sanitizers and emulators: every unit of the CPU, type, mode and layout.
 //
-// A problem is a product of random numbers of an own generator. Its result is compared with a sum in double, and then with
-// that of every variant (layouts, threads, packed b, a batch, some rows alone, the other units of its class), which must
-// have the same bits. Buffers have exact sizes: sanitizers see each access beyond them. Prints a line "class problem hash"
-// each, to compare machines, and the counts last. usage: check STEP VARIANTS [PROBLEMS]. STEP: that of k in the sweep,
-// 0 for threads alone; VARIANTS: at most, of each problem. PROBLEMS: as many random products and roundings instead, of
-// which the variants have every buffer flush against a protected page, and the caller another floating-point mode.
+// A problem is a product of random numbers of an own generator. Its result is compared with a sum in double, and then
+// with that of every variant (layouts, threads, packed b, a batch, some rows alone, the other units of its class),
+// which must have the same bits. Buffers have exact sizes: sanitizers see each access beyond them. Prints a line "class
+// problem hash" each, to compare machines, and the counts last. usage: check STEP VARIANTS [PROBLEMS]. STEP: that of k
+// in the sweep, 0 for threads alone; VARIANTS: at most, of each problem. PROBLEMS: as many random products and
+// roundings instead, of which the variants have every buffer flush against a protected page, and the caller another
+// floating-point mode.
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -32,11 +33,16 @@ struct Type {
     int bits, exponent_bits, fraction_bits, block;  // the last three of minifloats: with the block of a scale
 };
 const int WHOLE = 1 << 20;  // a block: all of k
-const Type TYPES[LP_TYPES] = {{"f32", 32, 8, 23, 0}, {"bf16", 16, 8, 7, 0}, {"f16", 16, 5, 10, 0}, {"e4m3", 8, 4, 3, 0}, {"e5m2", 8, 5, 2, 0}, {"i8", 8, 0, 0, 0}, {"i32", 32, 0, 0, 0}, {"c64", 64, 8, 23, 0}, {"mxfp8", 8, 4, 3, 32}, {"mxfp4", 4, 2, 1, 32}, {"nvfp4", 4, 2, 1, 16}, {"codes_e4m3", 8, 4, 3, WHOLE}, {"codes_i8", 8, 0, 0, WHOLE}, {"codes_i4", 4, 0, 0, 32}, {"codes_u4", 4, 0, 0, 64}};
+const Type TYPES[LP_TYPES] = {{"f32", 32, 8, 23, 0},        {"bf16", 16, 8, 7, 0},     {"f16", 16, 5, 10, 0},
+                              {"e4m3", 8, 4, 3, 0},         {"e5m2", 8, 5, 2, 0},      {"i8", 8, 0, 0, 0},
+                              {"i32", 32, 0, 0, 0},         {"c64", 64, 8, 23, 0},     {"mxfp8", 8, 4, 3, 32},
+                              {"mxfp4", 4, 2, 1, 32},       {"nvfp4", 4, 2, 1, 16},    {"codes_e4m3", 8, 4, 3, WHOLE},
+                              {"codes_i8", 8, 0, 0, WHOLE}, {"codes_i4", 4, 0, 0, 32}, {"codes_u4", 4, 0, 0, 64}};
 
 double decoded(uint32_t code, const Type& t) {
     const int width = t.bits == 64 ? 32 : t.bits, bias = (1 << (t.exponent_bits - 1)) - 1;
-    const int e = (int)(code >> t.fraction_bits) & ((1 << t.exponent_bits) - 1), f = (int)(code & ((1u << t.fraction_bits) - 1));
+    const int e = (int)(code >> t.fraction_bits) & ((1 << t.exponent_bits) - 1),
+              f = (int)(code & ((1u << t.fraction_bits) - 1));
     const double sign = code >> (width - 1) & 1 ? -1 : 1;
     if (t.exponent_bits >= 5 && e == (1 << t.exponent_bits) - 1) return f ? NAN : sign * INFINITY;
     return sign * ldexp(e ? (1 << t.fraction_bits) + f : f, (e ? e : 1) - bias - t.fraction_bits);
@@ -121,7 +127,8 @@ void fill(Operand& x, int type, int64_t lanes, int64_t k, bool special) {
     const bool is_integer = !t.exponent_bits, has_floats = type >= LP_CODES_E4M3;
     for (int64_t i = 0; i < count; i++) x.codes[i] = is_integer ? random_bits() & ((1u << t.bits) - 1) : random_code(t);
     if (special && t.exponent_bits >= 5)
-        for (int i = 0; i < 2; i++) x.codes[below((uint32_t)count)] = ((1u << t.exponent_bits) - 1) << t.fraction_bits | (i ? 1u : 0u);
+        for (int i = 0; i < 2; i++)
+            x.codes[below((uint32_t)count)] = ((1u << t.exponent_bits) - 1) << t.fraction_bits | (i ? 1u : 0u);
     if (t.block) {
         const int64_t all = lanes * x.blocks();
         x.scales = (uint8_t*)malloc((size_t)all * (has_floats ? 4 : 1)), x.zeros = (uint8_t*)malloc((size_t)all);
@@ -140,7 +147,8 @@ void fill(Operand& x, int type, int64_t lanes, int64_t k, bool special) {
         if (has_floats) memcpy(&scale, x.scales + 4 * block, 4);
         else if (type == LP_NVFP4) scale = (float)decoded(x.scales[block], TYPES[LP_E4M3]);
         else if (t.block) scale = ldexpf(1, x.scales[block] - 127);
-        double number = is_integer ? code - (code >> (width - 1) << width) : decoded(x.codes[i], t);  // two's complement
+        double number =
+            is_integer ? code - (code >> (width - 1) << width) : decoded(x.codes[i], t);  // two's complement
         if (type == LP_CODES_U4) number = code - x.zeros[block];
         x.values[i] = has_floats ? (double)((float)number * scale) : number * scale;
     }
@@ -175,7 +183,8 @@ Stored store(const Operand& x, int layout) {
     s.at = s.memory + first * bits / 8;
     for (int64_t i = 0; i < lanes; i++)
         for (int64_t j = 0; j < k; j++) {
-            const int64_t offset = (s.lane_offsets ? s.lane_offsets[i] : i * s.lane) + (s.k_offsets ? s.k_offsets[j] : j * s.k);
+            const int64_t offset =
+                (s.lane_offsets ? s.lane_offsets[i] : i * s.lane) + (s.k_offsets ? s.k_offsets[j] : j * s.k);
             const uint32_t* code = x.codes + (i * k + j) * x.components();
             if (bits == 4) {
                 char& byte = s.at[offset / 2];
@@ -226,10 +235,7 @@ lp_scheme scheme_of(const Mode& mode, bool rounds_a, bool rounds_b) {
 
 // --- problems and their variants --------------------------------------------------------------------
 
-enum { EPILOGUE = 1,
-       GELU = 2,
-       SPECIAL = 4,
-       SCALES = 8 };
+enum { EPILOGUE = 1, GELU = 2, SPECIAL = 4, SCALES = 8 };
 struct Problem {
     const Mode* mode;
     int64_t m, n, k;
@@ -247,9 +253,10 @@ struct Variant {
 
 bool is_rounded(const Operand& x) { return x.type == LP_F32 || x.type == LP_C64; }
 int64_t out_offset(int layout, int64_t i, int64_t j, int64_t m, int64_t n) {
-    return layout == 0 ? i * n + j : layout == 1 ? j * m + i
-        : layout == 2                            ? (m - 1 - i) * (2 * n + 3) + 2 * j
-                                                 : (m - 1 - i) * (n + 1) + j;
+    return layout == 0 ? i * n + j
+        : layout == 1  ? j * m + i
+        : layout == 2  ? (m - 1 - i) * (2 * n + 3) + 2 * j
+                       : (m - 1 - i) * (n + 1) + j;
 }
 
 // Computes rows of a problem on a unit into `to`, as words of the result: m x n x components.
@@ -262,22 +269,32 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
     d.m = m, d.n = n, d.k = p.k, d.batches = v.batched ? 2 : 1, d.unit = unit;
     d.a = lp_matrix{a.lane, a.k, a.lane_offsets, a.k_offsets, v.batched ? zero : nullptr, 0, p.a.block(), p.a.type, 0};
     const int block = TYPES[p.b.type].block;
-    d.b = lp_matrix{b.k, b.lane, b.lane_offsets, b.k_offsets, v.batched ? zero : nullptr, 0, block == WHOLE ? p.k : block, p.b.type, 0};
+    d.b = lp_matrix{
+        b.k,      b.lane, b.lane_offsets, b.k_offsets, v.batched ? zero : nullptr, 0, block == WHOLE ? p.k : block,
+        p.b.type, 0};
     if (block) d.b.scale_col = p.b.blocks() * (p.b.type >= LP_CODES_E4M3 ? 4 : 1);
-    const int64_t last = v.layout_out == 2 ? (m - 1) * (2 * n + 3) + 2 * (n - 1) : v.layout_out == 3 ? (m - 1) * (n + 1) + n - 1
-                                                                                                     : m * n - 1;
+    const int64_t last = v.layout_out == 2 ? (m - 1) * (2 * n + 3) + 2 * (n - 1)
+        : v.layout_out == 3                ? (m - 1) * (n + 1) + n - 1
+                                           : m * n - 1;
     const int64_t offsets[2] = {0, last + 1};
     char* memory = allocate(size * (last + 1) * d.batches);
     memset(memory, 0x5a, (size_t)(size * (last + 1) * d.batches));
     int64_t* row_offsets = (int64_t*)allocate(m * 8);
     for (int64_t i = 0; i < m; i++) row_offsets[i] = out_offset(3, i, 0, m, n);
     const int64_t first = v.layout_out == 2 ? out_offset(2, 0, 0, m, n) : 0;
-    d.out = lp_matrix{v.layout_out == 0 ? n : v.layout_out == 1 ? 1
-                                                                : -(2 * n + 3),
-                      v.layout_out == 1 ? m : v.layout_out == 2 ? 2
-                                                                : 1,
+    d.out = lp_matrix{v.layout_out == 0       ? n
+                          : v.layout_out == 1 ? 1
+                                              : -(2 * n + 3),
+                      v.layout_out == 1       ? m
+                          : v.layout_out == 2 ? 2
+                                              : 1,
                       v.layout_out == 3 ? row_offsets : nullptr,
-                      nullptr, v.batched ? offsets : nullptr, 0, 0, p.type_out, 0};
+                      nullptr,
+                      v.batched ? offsets : nullptr,
+                      0,
+                      0,
+                      p.type_out,
+                      0};
     d.c.type = d.bias.type = -1;
     d.scheme = scheme_of(*p.mode, is_rounded(p.a), is_rounded(p.b));
     d.activation = p.extras & GELU ? 2 : p.extras & EPILOGUE && p.type_out != LP_C64;  // lp_activation: 1 is RELU
@@ -295,12 +312,16 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
         d.bias = lp_matrix{0, 1, nullptr, nullptr, nullptr, 0, 0, type, 0};
         if (v.in_place) {
             for (int64_t i = 0; i < m; i++)
-                for (int64_t j = 0; j < n; j++) memcpy(memory + out_offset(v.layout_out, i, j, m, n) * size, p.c + ((v.row + i) * n + j) * components, (size_t)size);
+                for (int64_t j = 0; j < n; j++)
+                    memcpy(memory + out_offset(v.layout_out, i, j, m, n) * size,
+                           p.c + ((v.row + i) * n + j) * components, (size_t)size);
             call.c = call.out, d.c = d.out;
         }
     }
     float* scales[2] = {(float*)allocate(m * 8), (float*)allocate(n * 8)};  // of two products of a batch
-    for (int i = 0; i < 2; i++) memcpy(scales[0] + i * m, p.scales + v.row, (size_t)m * 4), memcpy(scales[1] + i * n, p.scales + p.m, (size_t)n * 4);
+    for (int i = 0; i < 2; i++)
+        memcpy(scales[0] + i * m, p.scales + v.row, (size_t)m * 4),
+            memcpy(scales[1] + i * n, p.scales + p.m, (size_t)n * 4);
     if (p.extras & SCALES) call.row_scales = scales[0], call.col_scales = scales[1];
     void* packed = nullptr;
     int status = LP_OK;
@@ -321,7 +342,8 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
             for (int64_t j = 0; j < n; j++)
                 for (int c = 0; c < p.components(); c++) {
                     uint32_t word = 0;
-                    memcpy(&word, memory + (batch * (last + 1) + out_offset(v.layout_out, i, j, m, n)) * size + 4 * c, (size_t)(size < 4 ? size : 4));
+                    memcpy(&word, memory + (batch * (last + 1) + out_offset(v.layout_out, i, j, m, n)) * size + 4 * c,
+                           (size_t)(size < 4 ? size : 4));
                     const Type& t = TYPES[p.type_out];
                     if (t.exponent_bits && isnan(decoded(word, t))) word = 0x7fc00000;
                     uint32_t& at = to[((v.row + i) * n + j) * p.components() + c];
@@ -362,8 +384,7 @@ double error_of(const Problem& p, const uint32_t* result) {
                 const double re = 0.75 * sum[0] - (co == 2 ? 0.5 * sum[1] : 0), im = 0.75 * sum[1] + 0.5 * sum[0];
                 sum[0] = re - 1.25 * c[0] + bias[0], size += fabs(1.25 * c[0]) + fabs(bias[0]);
                 if (co == 2) sum[1] = im - 1.25 * c[1] + bias[1], size += fabs(1.25 * c[1]) + fabs(bias[1]);
-                if (co == 1) sum[0] = p.extras & GELU ? gelu(sum[0]) : sum[0] < 0 ? 0
-                                                                                  : sum[0];
+                if (co == 1) sum[0] = p.extras & GELU ? gelu(sum[0]) : sum[0] < 0 ? 0 : sum[0];
             }
             for (int c = 0; c < co; c++) {
                 const uint32_t word = result[(i * p.n + j) * co + c];
@@ -375,7 +396,8 @@ double error_of(const Problem& p, const uint32_t* result) {
                     if (!same && !(p.extras & SPECIAL && ca == 2)) return INFINITY;  // complex: Inf and NaN mix
                     continue;
                 }
-                const double rounding = TYPES[p.type_out].bits == 16 ? ldexp(fabs(sum[c]), -TYPES[p.type_out].fraction_bits - 1) : 0;
+                const double rounding =
+                    TYPES[p.type_out].bits == 16 ? ldexp(fabs(sum[c]), -TYPES[p.type_out].fraction_bits - 1) : 0;
                 worst = fmax(worst, (fabs(got - sum[c]) - rounding) / (size + 1e-30));
             }
         }
@@ -401,9 +423,12 @@ int most_variants;
 void report(bool is_good, const char* what, const Problem& p, int unit, const Variant& v) {
     good += is_good, bad += !is_good;
     if (is_good) return;
-    fprintf(stderr, "%s: unit %d %s %s x %s -> %s, %dx%dx%d, extras %d, layouts %d %d %d, threads %d, packed %d, batched %d, in place %d, rows %d to %d\n", what, unit,
-            p.mode->name, TYPES[p.a.type].name, TYPES[p.b.type].name, TYPES[p.type_out].name, (int)p.m, (int)p.n, (int)p.k, p.extras, v.layout_a, v.layout_b, v.layout_out,
-            v.threads, v.packed, v.batched, v.in_place, (int)v.row, (int)(v.row + v.rows));
+    fprintf(stderr,
+            "%s: unit %d %s %s x %s -> %s, %dx%dx%d, extras %d, layouts %d %d %d, threads %d, packed %d, batched %d, "
+            "in place %d, rows %d to %d\n",
+            what, unit, p.mode->name, TYPES[p.a.type].name, TYPES[p.b.type].name, TYPES[p.type_out].name, (int)p.m,
+            (int)p.n, (int)p.k, p.extras, v.layout_a, v.layout_b, v.layout_out, v.threads, v.packed, v.batched,
+            v.in_place, (int)v.row, (int)(v.row + v.rows));
 }
 
 int64_t problems, every = 1;
@@ -421,31 +446,45 @@ void check(Problem& p, int variants) {
         if (status == LP_UNSUPPORTED) continue;
         done[unit] = class_of(unit);
         if (is_first) {
-            report(status == LP_OK && error_of(p, first) <= (p.type_out == LP_I32 ? 0 : p.mode->bound), "inexact", p, unit, plain);
+            report(status == LP_OK && error_of(p, first) <= (p.type_out == LP_I32 ? 0 : p.mode->bound), "inexact", p,
+                   unit, plain);
             uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
             for (int64_t i = 0; i < p.words(); i++) hash = (hash ^ first[i]) * 0x100000001b3u;
             if (!is_fuzzing)
-                printf("%s %s_%s_%s_%s_%dx%dx%d_%d %016llx\n", class_of(unit), p.mode->name, TYPES[p.a.type].name, TYPES[p.b.type].name, TYPES[p.type_out].name, (int)p.m,
-                       (int)p.n, (int)p.k, p.extras, (unsigned long long)hash);
+                printf("%s %s_%s_%s_%s_%dx%dx%d_%d %016llx\n", class_of(unit), p.mode->name, TYPES[p.a.type].name,
+                       TYPES[p.b.type].name, TYPES[p.type_out].name, (int)p.m, (int)p.n, (int)p.k, p.extras,
+                       (unsigned long long)hash);
         } else {
-            report(status == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), "differs between units", p, unit, plain);
+            report(status == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), "differs between units", p, unit,
+                   plain);
         }
         for (int i = 0; i < variants && i < most_variants; i++) {
-            Variant v = {(int)below(LAYOUTS), (int)below(LAYOUTS), (int)below(4), 1 + (int)below(3), below(3) == 0, below(4) == 0, below(2) == 0, 0, p.m};
+            Variant v = {(int)below(LAYOUTS),
+                         (int)below(LAYOUTS),
+                         (int)below(4),
+                         1 + (int)below(3),
+                         below(3) == 0,
+                         below(4) == 0,
+                         below(2) == 0,
+                         0,
+                         p.m};
             if (below(3) == 0) v.row = below((uint32_t)p.m), v.rows = 1 + below((uint32_t)(p.m - v.row));
             v.in_place &= !v.batched && TYPES[p.type_out].bits >= 32;
             memcpy(other, first, (size_t)p.words() * 4);
             const int found = strangely(p, unit, v, other);
             if (found == LP_UNSUPPORTED && v.packed) continue;
-            report(found == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), found ? "fails" : "differs", p, unit, v);
+            report(found == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), found ? "fails" : "differs", p, unit,
+                   v);
         }
     }
     free(first), free(other);
 }
 
-void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, int64_t n, int64_t k, int extras, int variants) {
+void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, int64_t n, int64_t k, int extras,
+           int variants) {
     Problem p = {&mode, m, n, k, type_out, extras, {}, {}, nullptr, nullptr, nullptr};
-    state = (uint64_t)(m * 1000003 + n * 10007 + k * 101 + type_a * 17 + type_b + extras * 5 + type_out);  // independent of units
+    state = (uint64_t)(m * 1000003 + n * 10007 + k * 101 + type_a * 17 + type_b + extras * 5 +
+                       type_out);  // independent of units
     fill(p.a, type_a, m, k, extras & SPECIAL), fill(p.b, type_b, n, k, extras & SPECIAL);
     const int64_t c = m * n * p.components(), bias = n * p.components();
     p.c = (float*)malloc((size_t)c * 4), p.bias = (float*)malloc((size_t)bias * 4);
@@ -458,8 +497,16 @@ void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, in
 }
 
 void check_products() {
-    const int64_t shapes[][3] = {{1, 1, 1}, {3, 5, 7}, {6, 16, 32}, {1, 70, 400}, {17, 33, 65}, {2, 130, 900}, {37, 70, 450}, {130, 9, 33}, {20, 50, 96}};
-    const int types[][2] = {{LP_F32, LP_F32}, {LP_BF16, LP_BF16}, {LP_F16, LP_F16}, {LP_E4M3, LP_E4M3}, {LP_E5M2, LP_E4M3}, {LP_F32, LP_BF16}, {LP_F16, LP_F32}, {LP_F32, LP_E5M2}, {LP_C64, LP_C64}, {LP_C64, LP_F32}, {LP_F32, LP_MXFP8}, {LP_BF16, LP_MXFP8}, {LP_F32, LP_MXFP4}, {LP_BF16, LP_MXFP4}, {LP_F32, LP_NVFP4}, {LP_BF16, LP_NVFP4}, {LP_F32, LP_CODES_E4M3}, {LP_F32, LP_CODES_I8}, {LP_F32, LP_CODES_I4}, {LP_F32, LP_CODES_U4}, {LP_MXFP4, LP_MXFP4}, {LP_NVFP4, LP_NVFP4}, {LP_MXFP4, LP_NVFP4}, {LP_NVFP4, LP_CODES_I8}, {LP_CODES_I8, LP_MXFP4}, {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_CODES_U4}};
+    const int64_t shapes[][3] = {{1, 1, 1},     {3, 5, 7},     {6, 16, 32},  {1, 70, 400}, {17, 33, 65},
+                                 {2, 130, 900}, {37, 70, 450}, {130, 9, 33}, {20, 50, 96}};
+    const int types[][2] = {
+        {LP_F32, LP_F32},        {LP_BF16, LP_BF16},         {LP_F16, LP_F16},          {LP_E4M3, LP_E4M3},
+        {LP_E5M2, LP_E4M3},      {LP_F32, LP_BF16},          {LP_F16, LP_F32},          {LP_F32, LP_E5M2},
+        {LP_C64, LP_C64},        {LP_C64, LP_F32},           {LP_F32, LP_MXFP8},        {LP_BF16, LP_MXFP8},
+        {LP_F32, LP_MXFP4},      {LP_BF16, LP_MXFP4},        {LP_F32, LP_NVFP4},        {LP_BF16, LP_NVFP4},
+        {LP_F32, LP_CODES_E4M3}, {LP_F32, LP_CODES_I8},      {LP_F32, LP_CODES_I4},     {LP_F32, LP_CODES_U4},
+        {LP_MXFP4, LP_MXFP4},    {LP_NVFP4, LP_NVFP4},       {LP_MXFP4, LP_NVFP4},      {LP_NVFP4, LP_CODES_I8},
+        {LP_CODES_I8, LP_MXFP4}, {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_CODES_U4}};
     for (auto& s : shapes) {
         for (auto& t : types)
             for (auto& mode : MODES) {
@@ -513,7 +560,8 @@ void* call_often(void* at) {
     uint32_t* result = (uint32_t*)malloc((size_t)caller.p->words() * 4);
     for (int i = 0; i < 20; i++) {
         const Variant v = {i % 5, i % 3, 0, 1 + i % 3, i % 4 == 0, i % 5 == 0, false, 0, caller.p->m};
-        caller.failures += compute(*caller.p, caller.unit, v, result) != LP_OK || memcmp(result, caller.expected, (size_t)caller.p->words() * 4);
+        caller.failures += compute(*caller.p, caller.unit, v, result) != LP_OK ||
+            memcmp(result, caller.expected, (size_t)caller.p->words() * 4);
         if (i % 8 == 0) lp_release_memory();
     }
     return free(result), nullptr;
@@ -528,8 +576,10 @@ void check_threads(int unit, const Mode& mode) {
     if (compute(p, unit, alone, expected) == LP_OK) {
         pthread_t threads[CALLERS];
         Caller callers[CALLERS];
-        for (int i = 0; i < CALLERS; i++) callers[i] = Caller{&p, expected, 0, unit}, pthread_create(&threads[i], nullptr, call_often, &callers[i]);
-        for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], nullptr), report(!callers[i].failures, "differs between threads", p, unit, alone);
+        for (int i = 0; i < CALLERS; i++)
+            callers[i] = Caller{&p, expected, 0, unit}, pthread_create(&threads[i], nullptr, call_often, &callers[i]);
+        for (int i = 0; i < CALLERS; i++)
+            pthread_join(threads[i], nullptr), report(!callers[i].failures, "differs between threads", p, unit, alone);
     }
     release(p.a), release(p.b), free(expected), free(p.scales);
 }
@@ -569,7 +619,9 @@ void check_stack(int unit, const Mode& mode, int type, int64_t m, int64_t n, int
     const int64_t most = (mode.parts > 1 || is_tiled ? 17 : 11) << 10;
     const bool is_good = x.status == LP_UNSUPPORTED || (x.status == LP_OK && x.used <= most);
     good += is_good, bad += !is_good;
-    if (!is_good) fprintf(stderr, "stack: unit %d %s %s %dx%dx%d: %d bytes\n", unit, mode.name, TYPES[type].name, (int)m, (int)n, (int)k, (int)x.used);
+    if (!is_good)
+        fprintf(stderr, "stack: unit %d %s %s %dx%dx%d: %d bytes\n", unit, mode.name, TYPES[type].name, (int)m, (int)n,
+                (int)k, (int)x.used);
     free(x.stack), free(x.result), free(p.scales), release(p.a), release(p.b);
 }
 // Sanitizers need more stack than the threads have.
@@ -587,7 +639,8 @@ void check_stacks() {
             for (int type : types)
                 for (auto& s : shapes)
                     for (int layout_b = 0; layout_b < 2; layout_b++)
-                        if ((lp_units() >> unit & 1) && (type == LP_F32 || mode.parts == 0)) check_stack(unit, mode, type, s[0], s[1], s[2], layout_b);
+                        if ((lp_units() >> unit & 1) && (type == LP_F32 || mode.parts == 0))
+                            check_stack(unit, mode, type, s[0], s[1], s[2], layout_b);
 }
 
 // --- flat functions -----------------------------------------------------------------------------------
@@ -608,9 +661,12 @@ void check_unscale() {
             bool is_good = lp_unscale(&flat, 1, 0.25, 2) == 0;
             for (int64_t i = 0; i < size; i++) {
                 uint64_t from = 0, to = 0;
-                memcpy(&from, before + i * bytes[t], (size_t)bytes[t]), memcpy(&to, memory + i * bytes[t], (size_t)bytes[t]);
-                is_good &= from - to == (t == 2 ? (uint64_t)2 << 52 : t == 1 ? 2 << 7
-                                                                             : 2 << 23);  // a quarter: two less in the exponent
+                memcpy(&from, before + i * bytes[t], (size_t)bytes[t]),
+                    memcpy(&to, memory + i * bytes[t], (size_t)bytes[t]);
+                is_good &= from - to ==
+                    (t == 2       ? (uint64_t)2 << 52
+                         : t == 1 ? 2 << 7
+                                  : 2 << 23);  // a quarter: two less in the exponent
             }
             good += is_good, bad += !is_good;
             if (!is_good) fprintf(stderr, "lp_unscale: type %d, size %d\n", types[t], (int)size);
@@ -623,14 +679,18 @@ void check_unscale() {
 
 // Random products and roundings.
 void check_at_random(int64_t problems) {
-    const int types[][2] = {{LP_F32, LP_F32}, {LP_BF16, LP_BF16}, {LP_F16, LP_F16}, {LP_E4M3, LP_E5M2}, {LP_C64, LP_C64}, {LP_I8, LP_I8}, {LP_F32, LP_MXFP8}, {LP_BF16, LP_MXFP4}, {LP_F32, LP_NVFP4}, {LP_F32, LP_CODES_I8}, {LP_F32, LP_CODES_U4}, {LP_MXFP4, LP_MXFP4}, {LP_NVFP4, LP_NVFP4}, {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_MXFP4}, {LP_MXFP4, LP_CODES_I8}};
+    const int types[][2] = {{LP_F32, LP_F32},       {LP_BF16, LP_BF16},         {LP_F16, LP_F16},
+                            {LP_E4M3, LP_E5M2},     {LP_C64, LP_C64},           {LP_I8, LP_I8},
+                            {LP_F32, LP_MXFP8},     {LP_BF16, LP_MXFP4},        {LP_F32, LP_NVFP4},
+                            {LP_F32, LP_CODES_I8},  {LP_F32, LP_CODES_U4},      {LP_MXFP4, LP_MXFP4},
+                            {LP_NVFP4, LP_NVFP4},   {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_MXFP4},
+                            {LP_MXFP4, LP_CODES_I8}};
     is_fuzzing = true;
     for (int64_t i = 0; i < problems; i++) {
         state = (uint64_t)i;
         const int* t = types[below(sizeof types / sizeof *types)];
         const int64_t m = 1 + below(below(3) ? 10 : 40), n = 1 + below(70), k = 1 + below(below(4) ? 130 : 700);
-        const int out = t[0] == LP_I8 ? LP_I32 : t[0] == LP_C64 ? LP_C64
-                                                                : LP_F32;
+        const int out = t[0] == LP_I8 ? LP_I32 : t[0] == LP_C64 ? LP_C64 : LP_F32;
         const Mode& mode = MODES[t[0] == LP_F32 && t[1] == LP_F32 ? below(10) : 0];
         check(mode, t[0], t[1], out, m, n, k, t[0] == LP_I8 ? 0 : (int)below(2), 3);
         state = (uint64_t)i;
@@ -644,7 +704,8 @@ int main(int count, char** arguments) {
     if (count > 3 && !strcmp(arguments[1], "random")) {
         most_variants = atoi(arguments[2]);
         check_at_random(atoll(arguments[3]));
-        fprintf(stderr, "units %#llx: %lld good, %lld bad\n", (unsigned long long)lp_units(), (long long)good, (long long)bad);
+        fprintf(stderr, "units %#llx: %lld good, %lld bad\n", (unsigned long long)lp_units(), (long long)good,
+                (long long)bad);
         return bad != 0;
     }
     check_unscale();
@@ -661,6 +722,7 @@ int main(int count, char** arguments) {
     if (step) check_products(), check_every_k(step);
     lp_release_memory();
     good += lp_kept_bytes() == 0, bad += lp_kept_bytes() != 0;
-    fprintf(stderr, "units %#llx: %lld good, %lld bad\n", (unsigned long long)lp_units(), (long long)good, (long long)bad);
+    fprintf(stderr, "units %#llx: %lld good, %lld bad\n", (unsigned long long)lp_units(), (long long)good,
+            (long long)bad);
     return bad != 0;
 }

@@ -41,7 +41,8 @@ double nearest(double x, const Type& t, double largest) {
 void check_rule(lp_quantizer q, int64_t vectors, int64_t k) {
     q.batches = 1, q.vectors = vectors, q.k = k, q.type = LP_F32;
     const bool of_vectors = q.scaling == LP_VECTORS, of_blocks = q.scaling == LP_F32_SCALES;
-    const int64_t down = of_vectors ? vectors : (vectors + q.block_vectors - 1) / q.block_vectors, across = of_vectors ? 1 : (k + q.block_k - 1) / q.block_k;
+    const int64_t down = of_vectors ? vectors : (vectors + q.block_vectors - 1) / q.block_vectors,
+                  across = of_vectors ? 1 : (k + q.block_k - 1) / q.block_k;
     const int64_t scales = of_vectors || of_blocks ? down * across : 0, bytes = scales * 4;
     q.scale_vector = across, q.scale_inner = 1;
     float* x = (float*)malloc((size_t)(vectors * k) * 4);
@@ -50,44 +51,48 @@ void check_rule(lp_quantizer q, int64_t vectors, int64_t k) {
     if (k > 40) x[k / 2] = INFINITY, x[vectors * k - 1] = NAN;
     Rounded first, other;
     Rounded* both[] = {&first, &other};
-    for (Rounded* r : both) r->values = (uint16_t*)malloc((size_t)(vectors * k) * 2), r->scales = (uint16_t*)calloc((size_t)bytes + 1, 1);
+    for (Rounded* r : both)
+        r->values = (uint16_t*)malloc((size_t)(vectors * k) * 2), r->scales = (uint16_t*)calloc((size_t)bytes + 1, 1);
     bool is_good = quantize(q, x, 0, 1, scales, first);
     for (int layout = 0; layout < 3; layout++) {
         is_good &= quantize(q, x, layout, 1 + layout, scales, other) && !memcmp(&first.scale, &other.scale, 4);
-        is_good &= !memcmp(first.values, other.values, (size_t)(vectors * k) * 2) && !memcmp(first.scales, other.scales, (size_t)bytes);
+        is_good &= !memcmp(first.values, other.values, (size_t)(vectors * k) * 2) &&
+            !memcmp(first.scales, other.scales, (size_t)bytes);
     }
     if (q.scaling == LP_FLOOR && !q.stochastic && !q.hadamard)
         for (int64_t i = 0; i < vectors * k; i++) {
             const float* block = x + i / k * k + i % k / 32 * 32;
             double peak = 0;
             bool finite = true;
-            for (int64_t j = 0; j < 32 && block + j < x + (i / k + 1) * k; j++) peak = fmax(peak, fabs(block[j])), finite &= isfinite(block[j]) != 0;
+            for (int64_t j = 0; j < 32 && block + j < x + (i / k + 1) * k; j++)
+                peak = fmax(peak, fabs(block[j])), finite &= isfinite(block[j]) != 0;
             const Type& t = TYPES[q.elements == LP_NARROW_E2M1 ? LP_MXFP4 : LP_MXFP8];
-            const double largest = q.elements == LP_NARROW_E2M1 ? 6 : 448, power = peak && finite ? ldexp(1, ilogb(peak) - ilogb(largest)) : 1;
-            const double want = nearest(fabs(x[i]) / power, t, largest) * power, found = decoded(first.values[i], TYPES[LP_BF16]);
+            const double largest = q.elements == LP_NARROW_E2M1 ? 6 : 448,
+                         power = peak && finite ? ldexp(1, ilogb(peak) - ilogb(largest)) : 1;
+            const double want = nearest(fabs(x[i]) / power, t, largest) * power,
+                         found = decoded(first.values[i], TYPES[LP_BF16]);
             is_good &= finite ? fabs(found) == want : isnan(found) != 0;
         }
     uint64_t hash = 0xcbf29ce484222325u;
     for (int64_t i = 0; i < vectors * k; i++) hash = (hash ^ first.values[i]) * 0x100000001b3u;
     for (int64_t i = 0; i < bytes / 2; i++) hash = (hash ^ first.scales[i]) * 0x100000001b3u;
-    if (!is_fuzzing) printf("fp32 quantize_%d_%d_%d_%d_%dx%d %016llx\n", q.elements, q.scaling, q.stochastic, q.hadamard, (int)vectors, (int)k, (unsigned long long)hash);
+    if (!is_fuzzing)
+        printf("fp32 quantize_%d_%d_%d_%d_%dx%d %016llx\n", q.elements, q.scaling, q.stochastic, q.hadamard,
+               (int)vectors, (int)k, (unsigned long long)hash);
     good += is_good, bad += !is_good;
-    if (!is_good) fprintf(stderr, "lp_quantize: elements %d, scaling %d, stochastic %d, hadamard %d, %d x %d\n", q.elements, q.scaling, q.stochastic, q.hadamard, (int)vectors, (int)k);
+    if (!is_good)
+        fprintf(stderr, "lp_quantize: elements %d, scaling %d, stochastic %d, hadamard %d, %d x %d\n", q.elements,
+                q.scaling, q.stochastic, q.hadamard, (int)vectors, (int)k);
     for (Rounded* r : both) free(r->values), free(r->scales);
     free(x);
 }
 
 const int RULES[][4] = {  // elements, scaling, block
-                        {LP_NARROW_E4M3, LP_TENSOR, 1, 1},
-                        {LP_NARROW_E5M2, LP_VECTORS, 1, 1},
-                        {LP_NARROW_I8, LP_VECTORS, 1, 1},
-                        {LP_NARROW_E4M3, LP_FLOOR, 1, 32},
-                        {LP_NARROW_E2M1, LP_FLOOR, 1, 32},
-                        {LP_NARROW_E5M2, LP_RCEIL, 1, 32},
-                        {LP_NARROW_E2M1, LP_E4M3_SCALES, 1, 16},
-                        {LP_NARROW_E2M1, LP_E4M3_SCALES, 16, 16},
-                        {LP_NARROW_E4M3, LP_F32_SCALES, 1, 128},
-                        {LP_NARROW_I8, LP_F32_SCALES, 1, 32},
+                        {LP_NARROW_E4M3, LP_TENSOR, 1, 1},        {LP_NARROW_E5M2, LP_VECTORS, 1, 1},
+                        {LP_NARROW_I8, LP_VECTORS, 1, 1},         {LP_NARROW_E4M3, LP_FLOOR, 1, 32},
+                        {LP_NARROW_E2M1, LP_FLOOR, 1, 32},        {LP_NARROW_E5M2, LP_RCEIL, 1, 32},
+                        {LP_NARROW_E2M1, LP_E4M3_SCALES, 1, 16},  {LP_NARROW_E2M1, LP_E4M3_SCALES, 16, 16},
+                        {LP_NARROW_E4M3, LP_F32_SCALES, 1, 128},  {LP_NARROW_I8, LP_F32_SCALES, 1, 32},
                         {LP_NARROW_E4M3, LP_F32_SCALES, 128, 128}};
 
 lp_quantizer quantizer(const int* rule, int measures) {
@@ -151,7 +156,8 @@ void check_rounded_product(int unit, const lp_quantizer& rule, int64_t m, int64_
         x[i] = (float*)malloc((size_t)(lanes[i] * k) * 4), rounded[i] = malloc((size_t)(lanes[i] * k * size));
         scales[i] = (float*)malloc((size_t)q.scale_batch * 4);
         for (int64_t j = 0; j < lanes[i] * k; j++) x[i][j] = (float)(int32_t)random_bits() * 0x1p-31f;
-        is_good &= lp_quantize(&q, x[i], rounded[i], rule.scaling == LP_VECTORS || in_pieces ? scales[i] : nullptr, scale + i, 1) == LP_OK;
+        is_good &= lp_quantize(&q, x[i], rounded[i], rule.scaling == LP_VECTORS || in_pieces ? scales[i] : nullptr,
+                               scale + i, 1) == LP_OK;
     }
     float* results[3];
     for (float*& r : results) r = (float*)malloc((size_t)(m * n) * 4);
@@ -161,22 +167,23 @@ void check_rounded_product(int unit, const lp_quantizer& rule, int64_t m, int64_
     is_good &= !memcmp(results[0], results[1], (size_t)(m * n) * 4);
     c.a = rounded[0], c.b = rounded[1], c.alpha[0] = (double)scale[0] * scale[1];
     if (rule.scaling == LP_VECTORS) c.row_scales = scales[0], c.col_scales = scales[1];
-    if (!in_pieces) is_good &= multiply(plain, c, false, results[2]) == LP_OK && !memcmp(results[0], results[2], (size_t)(m * n) * 4);
+    if (!in_pieces)
+        is_good &=
+            multiply(plain, c, false, results[2]) == LP_OK && !memcmp(results[0], results[2], (size_t)(m * n) * 4);
     for (int64_t i = 0; i < m * n; i++) is_good &= isfinite(results[0][i]) != 0;
     good += is_good, bad += !is_good;
-    if (!is_good) fprintf(stderr, "rounded product: unit %d, elements %d, scaling %d, %d x %d x %d\n", unit, rule.elements, rule.scaling, (int)m, (int)n, (int)k);
+    if (!is_good)
+        fprintf(stderr, "rounded product: unit %d, elements %d, scaling %d, %d x %d x %d\n", unit, rule.elements,
+                rule.scaling, (int)m, (int)n, (int)k);
     for (int i = 0; i < 2; i++) free(x[i]), free(rounded[i]), free(scales[i]);
     for (float* r : results) free(r);
 }
 
 void check_rounded_products() {
     const int rules[][4] = {  // elements, scaling, block
-                            {LP_NARROW_E4M3, LP_TENSOR, 1, 1},
-                            {LP_NARROW_E5M2, LP_VECTORS, 1, 1},
-                            {LP_NARROW_I8, LP_VECTORS, 1, 1},
-                            {LP_NARROW_E2M1, LP_FLOOR, 1, 32},
-                            {LP_NARROW_E2M1, LP_E4M3_SCALES, 16, 16},
-                            {LP_NARROW_E4M3, LP_F32_SCALES, 128, 128}};
+                            {LP_NARROW_E4M3, LP_TENSOR, 1, 1},        {LP_NARROW_E5M2, LP_VECTORS, 1, 1},
+                            {LP_NARROW_I8, LP_VECTORS, 1, 1},         {LP_NARROW_E2M1, LP_FLOOR, 1, 32},
+                            {LP_NARROW_E2M1, LP_E4M3_SCALES, 16, 16}, {LP_NARROW_E4M3, LP_F32_SCALES, 128, 128}};
     const int64_t shapes[][3] = {{1, 1, 1}, {3, 5, 7}, {1, 70, 300}, {20, 33, 65}, {65, 130, 257}};
     const int units[] = {LP_FP32_AVX2, LP_FP32_AVX512, LP_BF16_AVX512, LP_BF16_AMX, LP_FP32_NEON, LP_BF16_NEON};
     const int integers[] = {LP_INT8_AVX2, LP_INT8_AVXVNNI, LP_INT8_AVX512, LP_INT8_AMX, LP_INT8_NEON};

@@ -1,4 +1,5 @@
-// Few rows times lanes that are contiguous along k, ldb bytes apart, and whole blocks: squares are transposed in registers.
+// Few rows times lanes that are contiguous along k, ldb bytes apart, and whole blocks: squares are transposed in
+// registers.
 
 template <class U, int ROWS, int TYPE, int FORMAT> static void few_rows_along_k(const FewRows& f) {
     const char* b = f.at;
@@ -10,14 +11,16 @@ template <class U, int ROWS, int TYPE, int FORMAT> static void few_rows_along_k(
     const int dwords = f.dwords;
     uint32_t* const y = f.y;
     typedef typename U::Acc Acc;
-    constexpr int P = per_dword(U::ELEMENT), PER = 32 / bits_of(TYPE), RUN = W * 4 / PER, GROUPS = RUN / 16, AHEAD = 512;
+    constexpr int P = per_dword(U::ELEMENT), PER = 32 / bits_of(TYPE), RUN = W * 4 / PER, GROUPS = RUN / 16,
+                  AHEAD = 512;
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
     const int64_t end = (int64_t)dwords * P * 4 / PER;
     for (int64_t at = 0; at < lanes; at += W, b += W * ldb) {
         Acc acc[ROWS];
         Extrema found = FINDS ? extrema[at / W] : Extrema{u32v{}, u32v{}};
         UNROLLED(i, ROWS) acc[i] = adds ? get<Acc>(y + i * ldy + at) : Acc{};
-        const char* following = at + W < lanes ? b + W * ldb : b - at * ldb + end;  // the next lanes, or more of the first
+        const char* following =
+            at + W < lanes ? b + W * ldb : b - at * ldb + end;  // the next lanes, or more of the first
         for (int d = 0; d < dwords; d += W) {
             const int64_t first = (int64_t)d * P * 4 / PER, ahead = first + AHEAD;
             const char *from = b + first, *next = ahead < end ? b + ahead : following + ahead - end;
@@ -66,14 +69,17 @@ template <class U, int ROWS> static void int8_rows_along_k(const FewRows& f) {
                 const u32v x = int8_along_k<P>(b + q * ldb + P * d);
                 UNROLLED(i, ROWS) {
                     const u32v of_a = get<u32v>(a + i * lda + d);
-                    acc[i][q] = U::ELEMENT == E_U8 ? U::dot(acc[i][q], x ^ 0x80808080u, of_a) : U::dot(acc[i][q], of_a, x);
+                    acc[i][q] =
+                        U::ELEMENT == E_U8 ? U::dot(acc[i][q], x ^ 0x80808080u, of_a) : U::dot(acc[i][q], of_a, x);
                 }
             }
         }
         UNROLLED(i, ROWS)
             UNROLLED(q, SOME) {
                 uint32_t* to = y + i * ldy + at + q;
-                *to = (adds ? *to : 0) + over_lanes(acc[i][q], [](Acc v, Acc w) { return plus(v, w); }, std::make_integer_sequence<int, W>())[0];
+                *to = (adds ? *to : 0) +
+                    over_lanes(
+                          acc[i][q], [](Acc v, Acc w) { return plus(v, w); }, std::make_integer_sequence<int, W>())[0];
             }
     }
 }

@@ -13,7 +13,9 @@ namespace {
 struct Bf16 : Lanes4 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_BF16;
-    INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b); }
+    INLINE f32v dot(f32v acc, u32v a, u32v b) {
+        return (f32v)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    }
 };
 struct Int8 : Lanes4 {
     typedef i32v Acc;

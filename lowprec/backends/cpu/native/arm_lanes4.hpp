@@ -23,14 +23,21 @@ template <class V> static inline V small_e4m3(const void* at) {
 template <class H, class V> static inline H narrowed_f16(V x) { return (H)vcvt_f16_f32((float32x4_t)x); }
 template <class V> static inline V round_f16(V x) { return (V)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline void stream(void* to, V x) { vst1q_f32((float*)to, (float32x4_t)x); }
-static inline void copy_some(void* to, const void* from, int bytes) { memset(to, 0, 4 * W), memcpy(to, from, (size_t)bytes); }
+static inline void copy_some(void* to, const void* from, int bytes) {
+    memset(to, 0, 4 * W);
+    memcpy(to, from, (size_t)bytes);
+}
 template <class V> static inline void put_some(void* to, V x, int bytes) { memcpy(to, &x, (size_t)bytes); }
 template <class V> static inline bool any(V x) { return vmaxvq_u32((uint32x4_t)x) != 0; }
 // The 64-bit products of the even lanes.
-template <class V> static inline V mul_even(V x, V y) { return (V)vmull_u32(vmovn_u64((uint64x2_t)x), vmovn_u64((uint64x2_t)y)); }
+template <class V> static inline V mul_even(V x, V y) {
+    return (V)vmull_u32(vmovn_u64((uint64x2_t)x), vmovn_u64((uint64x2_t)y));
+}
 // The bytes of a table, by indices below 16; x * y + z, rounded once.
 template <class V> static inline V shuffled(V table, V at) { return (V)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)at); }
-template <class V> static inline V fused(V x, V y, V z) { return (V)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
+template <class V> static inline V fused(V x, V y, V z) {
+    return (V)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+}
 
 struct Lanes4 : lp::Vectors {
     static constexpr int ROWS = 6, COLUMNS = 4, FEW = 4;

@@ -12,11 +12,14 @@ namespace {
 struct Fp32 : Lanes4 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_F32;
-    INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)vfmaq_f32((float32x4_t)acc, (float32x4_t)a, (float32x4_t)b); }
+    INLINE f32v dot(f32v acc, u32v a, u32v b) {
+        return (f32v)vfmaq_f32((float32x4_t)acc, (float32x4_t)a, (float32x4_t)b);
+    }
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_neon = {W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
+extern const Lanewise lanewise_neon = {
+    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

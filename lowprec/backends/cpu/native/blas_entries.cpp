@@ -15,13 +15,9 @@ template <int FIRST> struct Option {
     int number;
 };
 const char* const LETTERS[] = {"RC", "NTC", "UL", "NU", "LR"};  // of options from 101, 111, 121, 131 and 141 on
-enum { BY_ROWS,
-       BY_COLUMNS };
-enum { LEFT,
-       RIGHT };
-enum { PLAIN,
-       TRANSPOSED,
-       ADJOINT };
+enum { BY_ROWS, BY_COLUMNS };
+enum { LEFT, RIGHT };
+enum { PLAIN, TRANSPOSED, ADJOINT };
 
 struct RealFactor : Factor {};
 
@@ -44,8 +40,8 @@ typedef Arguments X;
 typedef List<&X::order, &X::op_a, &X::op_b, &X::m, &X::n, &X::k, &X::alpha, &X::a, &X::lda, &X::b, &X::ldb, &X::beta,
              &X::c, &X::ldc>
     Gemm;
-typedef List<&X::order, &X::part, &X::op_a, &X::op_b, &X::n, &X::k, &X::alpha, &X::a, &X::lda, &X::b, &X::ldb,
-             &X::beta, &X::c, &X::ldc>
+typedef List<&X::order, &X::part, &X::op_a, &X::op_b, &X::n, &X::k, &X::alpha, &X::a, &X::lda, &X::b, &X::ldb, &X::beta,
+             &X::c, &X::ldc>
     Gemmt;
 typedef List<&X::order, &X::op_a, &X::m, &X::n, &X::alpha, &X::a, &X::lda, &X::b, &X::ldb, &X::beta, &X::c, &X::ldc>
     Gemv;
@@ -117,9 +113,7 @@ struct Passed<T, I, IS_FORTRAN, RealFactor> : Passed<typename Type<T>::Real, I, 
 
 // A routine of COMPUTED: the names of the extents m, n and k of its product, where s is that of the square matrix, the
 // operands that are vectors, and the other part of a, which is a GENERAL matrix if all is stored.
-enum { OF_A = 1,
-       OF_B = 2,
-       OF_OUT = 4 };
+enum { OF_A = 1, OF_B = 2, OF_OUT = 4 };
 struct Form {
     const char* extents;
     int vectors;

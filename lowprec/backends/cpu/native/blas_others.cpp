@@ -14,9 +14,9 @@ namespace lp::blas {
 
 namespace {
 
-const char* const NAMES[] = {"gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv",
-                             "dot", "ger", "syr2k", "her2k", "trmv", "dotu", "dotc", "dotu_sub", "dotc_sub",
-                             "matmul", "matvec", "vecmat", "vecdot"};
+const char* const NAMES[] = {"gemm", "gemv",     "symm",     "hemm",   "syrk",   "herk",   "gemmt", "trmm",
+                             "symv", "hemv",     "dot",      "ger",    "syr2k",  "her2k",  "trmv",  "dotu",
+                             "dotc", "dotu_sub", "dotc_sub", "matmul", "matvec", "vecmat", "vecdot"};
 
 // Routines that are counted at their entry: `factor` times the product of three arguments, given by their numbers; NONE
 // is 1, LEAST the least of the first two. For square matrices, with all vectors (G. H. Golub and C. F. Van Loan,
@@ -61,11 +61,7 @@ namespace {
 
 // Functions of other libraries that are replaced. Each has as many versions as Functions, by the original.
 const int LIBRARIES = Functions::LIBRARIES;
-enum Other { DLSYM,
-             PTHREAD_CREATE,
-             KMPC_FORK_CALL,
-             GOMP_PARALLEL,
-             OTHERS = GOMP_PARALLEL + 8 };
+enum Other { DLSYM, PTHREAD_CREATE, KMPC_FORK_CALL, GOMP_PARALLEL, OTHERS = GOMP_PARALLEL + 8 };
 const char* const OTHER_NAMES[OTHERS] = {
     "dlsym",
     "pthread_create",
@@ -287,8 +283,7 @@ void* exchanged(const char* name, void* now, bool back) {
     Functions* known = nullptr;
     const bool is_routine = parsed(name, symbol);
     if (!is_routine) known = other_functions(name);
-    else if (symbol.routine >= 0)
-        known = functions_of(symbol.letter, symbol.routine, symbol.is_cblas, symbol.is_64);
+    else if (symbol.routine >= 0) known = functions_of(symbol.letter, symbol.routine, symbol.is_cblas, symbol.is_64);
     for (int i = 0; known && i < LIBRARIES; i++) {
         if (back && known->ours[i] == now) return *known->originals[i];
         if (back) continue;

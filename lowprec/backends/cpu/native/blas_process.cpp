@@ -211,7 +211,8 @@ void count(Scope* scope, const Call& call, Reason reason, int mode) {
     }
     const uint64_t hash = mixed(mixed(mixed(call.letter, call.routine), reason), mode);
     Slot* slot = nullptr;
-    if (reason <= NO_MEMORY) slot = slot_of(mixed(mixed(mixed(hash, call.m), call.n), call.k) | 1, scope->slots, SHAPES);
+    if (reason <= NO_MEMORY)
+        slot = slot_of(mixed(mixed(mixed(hash, call.m), call.n), call.k) | 1, scope->slots, SHAPES);
     const bool is_of_shape = slot;
     if (!slot) slot = slot_of(hash | 1, scope->slots + SHAPES, KINDS);
     if (!slot) return;
@@ -233,23 +234,8 @@ namespace {
 
 // Libraries that factorise, solve and iterate: their products keep their precision.
 const char* const SOLVERS[] = {
-    "lapack",
-    "openblas",
-    "mkl_",
-    "flexiblas",
-    "atlas",
-    "arpack",
-    "propack",
-    "superlu",
-    "umfpack",
-    "cholmod",
-    "lbfgsb",
-    "odepack",
-    "_vode",
-    "_slsqplib",
-    "odrpack",
-    "_batched_linalg",
-    "_trlib",
+    "lapack",  "openblas", "mkl_",    "flexiblas", "atlas",     "arpack",  "propack",         "superlu", "umfpack",
+    "cholmod", "lbfgsb",   "odepack", "_vode",     "_slsqplib", "odrpack", "_batched_linalg", "_trlib",
 };
 
 }  // namespace

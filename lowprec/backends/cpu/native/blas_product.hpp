@@ -26,15 +26,9 @@ template <> struct Type<Complex32> : TypeOf<float, 2, LP_C64, 'c'> {};
 template <> struct Type<Complex64> : TypeOf<double, 2, LP_C64, 'z'> {};
 
 // The part of a square matrix that is stored, or written.
-enum Part { WHOLE,
-            UPPER,
-            LOWER };
+enum Part { WHOLE, UPPER, LOWER };
 // The other part: as it is stored, that of the transpose, of the adjoint, or zero.
-enum Shape { GENERAL,
-             SYMMETRIC,
-             HERMITIAN,
-             TRIANGULAR,
-             UNIT_TRIANGULAR };
+enum Shape { GENERAL, SYMMETRIC, HERMITIAN, TRIANGULAR, UNIT_TRIANGULAR };
 
 // An operand of m x k or k x n, or the result; strides are in elements.
 struct Matrix {

@@ -109,7 +109,8 @@ __attribute__((constructor)) void open_scope() {
     const bool is_python = dlsym(RTLD_DEFAULT, "Py_IsInitialized") != nullptr;  // lowprec.numpy's
     if (!text || is_python) return;
     if (!named(text) && !parsed(text)) {
-        dprintf(report_to, "lowprec: LOWPREC_BLAS is none of fp32, tf32, bf16 and fp16, and not the text of this version; ");
+        dprintf(report_to,
+                "lowprec: LOWPREC_BLAS is none of fp32, tf32, bf16 and fp16, and not the text of this version; ");
         dprintf(report_to, "the products of %s are its own\n", program_invocation_short_name);
         return;
     }

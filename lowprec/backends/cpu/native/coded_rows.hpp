@@ -52,9 +52,8 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         const Strip strip(f.b);
         const int64_t each = strip.bytes();
         const char* const first = f.b.at + (f.lane + at) / W * each;
-        auto row = [&](int v, int64_t i) __attribute__((always_inline)) {
-            return get<u32v>(first + v * each + i * 4 * W);
-        };
+        auto row = [&](int v, int64_t i)
+                       __attribute__((always_inline)) { return get<u32v>(first + v * each + i * 4 * W); };
         Acc acc[ROWS][V];
         UNROLLED(i, ROWS)
             UNROLLED(v, V) acc[i][v] = f.adds ? get<Acc>(f.y + i * f.ldy + at + v * W) : Acc{};

@@ -106,7 +106,8 @@ template <int TYPE> struct Columns {
 };
 
 // The k-th numbers of W columns from rows of codes, without their scale.
-template <int TYPE, bool HAS_NAN = true> INLINE f32v number_of(const void* rows, int64_t k, [[maybe_unused]] f32v zero) {
+template <int TYPE, bool HAS_NAN = true> INLINE f32v number_of(const void* rows, int64_t k,
+                                                               [[maybe_unused]] f32v zero) {
     if constexpr (bits_of(TYPE) == 8) {
         const char* const at = (const char*)rows + k * W;
         if constexpr (TYPE == LP_CODES_I8) return __builtin_convertvector(widen_i8<i32v>(at), f32v);
@@ -141,14 +142,16 @@ template <int TYPE, int ELEMENT> struct Decoder {
     void find_scales(int64_t step, int64_t needed) {
         if (needed <= end) return;
         const int64_t unit = C::block(columns.s) * (TYPE == LP_CODES_U4 ? 4 : C::SCALES);
-        start = step / unit * unit, end = start + W * C::SCALES * C::block(columns.s);
+        start = step / unit * unit;
+        end = start + W * C::SCALES * C::block(columns.s);
         columns.scales(start / C::block(columns.s), scales);
         if constexpr (TYPE == LP_CODES_U4) columns.zeros(start / C::block(columns.s), zeros);
     }
 
     // bfloat16 of pairs of codes by a table, if no number exceeds bfloat16; scales below its normal numbers are zero to
     // the unit. Of NVFP4 there are two scales, for the low and the high words, and that of zero has another exponent.
-    INLINE_MEMBER bool by_table(const u32v* rows, bool has_runs, u32v four, u32v code, uint32_t* to, int64_t width) const {
+    INLINE_MEMBER bool by_table(const u32v* rows, bool has_runs, u32v four, u32v code, uint32_t* to,
+                                int64_t width) const {
         constexpr uint8_t LEAST = TYPE == LP_NVFP4, RANGE = TYPE == LP_NVFP4 ? 0x7d : 246;
         const bytes distance = (bytes)four - LEAST;
         if (any((u32v)(distance > RANGE))) return false;
@@ -190,7 +193,8 @@ template <int TYPE, int ELEMENT> struct Decoder {
         const int64_t shift = columns.s.is_stored ? step % PER : 0;
         [[maybe_unused]] const bool has_nan = BITS == 8 && any((u32v)(largest == 0xfe));
         for (int64_t b = 0; b < count; b++, to += SLOTS * W * width) {
-            const uint64_t first = (uint64_t)(step - start + b * W * P) / (uint64_t)C::block(columns.s);  // of the scales
+            const uint64_t first =
+                (uint64_t)(step - start + b * W * P) / (uint64_t)C::block(columns.s);  // of the scales
             const uint64_t number = (uint64_t)(shift + b * W * P);
             const uint64_t rest = W * P % PER ? number % PER : 0;  // a block may end inside a dword
             const u32v* const codes = rows + number / PER;

@@ -1,7 +1,8 @@
-// What the files of the instruction sets share: memory, threads, the floating-point mode, regions of an instruction set.
+// What the files of the instruction sets share: memory, threads, the floating-point mode, regions of an instruction
+// set.
 //
-// Include it first in a file, before TARGET_BEGIN: it includes every system header that kernels need, so that nothing of
-// a system header is compiled for an instruction set that the processor may lack. The library has no C++ runtime: no
+// Include it first in a file, before TARGET_BEGIN: it includes every system header that kernels need, so that nothing
+// of a system header is compiled for an instruction set that the processor may lack. The library has no C++ runtime: no
 // exceptions, no operator new, no static object with a constructor or destructor, no thread_local object.
 #pragma once
 #include <stddef.h>
@@ -50,8 +51,9 @@ constexpr bool is_coded(int type) { return type >= LP_MXFP8; }
 constexpr bool has_float_scales(int type) { return type >= LP_CODES_E4M3; }
 constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale of 8 bits
 
-// Uninitialised memory, 4096-byte aligned, until the next call of `of` or the end of this object; blocks are kept for later
-// products. A copy has no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond `bytes`.
+// Uninitialised memory, 4096-byte aligned, until the next call of `of` or the end of this object; blocks are kept for
+// later products. A copy has no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond
+// `bytes`.
 struct Memory {
     Memory() {}
     Memory(const Memory&) {}
@@ -68,8 +70,8 @@ private:
 // able to complete the work. Other threads run in the default floating-point mode, as the caller does (Arithmetic).
 void run(void (*work)(void*, int), void* argument, int threads);
 
-// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which have a copy of `each` each and claim some i at
-// a time: an atomic operation for each i would wait for all stores before it.
+// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which have a copy of `each` each and claim some i
+// at a time: an atomic operation for each i would wait for all stores before it.
 template <class Each> void share(int64_t count, int threads, const Each& each) {
     struct Shared {
         const Each& each;

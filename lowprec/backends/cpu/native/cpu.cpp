@@ -64,12 +64,14 @@ int64_t found_units() {
 int64_t found_units() {
     bool dot = false, bf16 = false;
 #if defined(__linux__)
-    dot = getauxval(AT_HWCAP) >> 20 & 1, bf16 = getauxval(AT_HWCAP2) >> 14 & 1;
+    dot = getauxval(AT_HWCAP) >> 20 & 1;
+    bf16 = getauxval(AT_HWCAP2) >> 14 & 1;
 #elif defined(__APPLE__)
     int value = 0;
     size_t size = sizeof value;
     dot = sysctlbyname("hw.optional.arm.FEAT_DotProd", &value, &size, nullptr, 0) == 0 && value;
-    value = 0, size = sizeof value;
+    value = 0;
+    size = sizeof value;
     bf16 = sysctlbyname("hw.optional.arm.FEAT_BF16", &value, &size, nullptr, 0) == 0 && value;
 #endif
     return bit(LP_FP32_NEON) | (bf16 ? bit(LP_BF16_NEON) : 0) | (dot ? bit(LP_INT8_NEON) : 0);

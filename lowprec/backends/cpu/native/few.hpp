@@ -129,9 +129,7 @@ template <class U> struct Few {
     }
 
     // How a kernel reads b: rows of contiguous lanes, lanes along k, stored codes.
-    enum Access { ALONG_LANES,
-                  ALONG_K,
-                  STORED };
+    enum Access { ALONG_LANES, ALONG_K, STORED };
 
     // The rows of the kernel for m of them.
     static int rows_at_once(int64_t m) {
@@ -195,9 +193,12 @@ template <class U> struct Few {
         j.rows = strips > 1 ? strips * M : rows_at_once(p.m);
         for (int i = 0; i < 2; i++) {
             const int64_t rows = i ? p.m - (strips - 1) * M : M;
-            j.whole[i] = in_place_for(p, rows), j.panels[i] = rows_for<PANEL, LP_EXACT>(rows, ALONG_LANES);
+            j.whole[i] = in_place_for(p, rows);
+            j.panels[i] = rows_for<PANEL, LP_EXACT>(rows, ALONG_LANES);
         }
-        j.in_place = j.whole[1], j.along_k = j.in_place && !along_lanes(p), j.size = bits_of(p.b.type) / 8;
+        j.in_place = j.whole[1];
+        j.along_k = j.in_place && !along_lanes(p);
+        j.size = bits_of(p.b.type) / 8;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
         // Lanes that are read along k are read from end to end.
         const int64_t unit = j.along_k && !is_coded(p.b.type) ? 16 : SPAN_LANES;
@@ -206,7 +207,8 @@ template <class U> struct Few {
         if (j.along_k) j.span = j.sum;
         else if (j.in_place) most = p.m <= 4 || P == 2 ? FEW_WIDE : FEW_COLUMNS;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
-        j.columns = G::ceil(G::ceil(p.n, pieces), unit) * unit, j.tasks = G::ceil(p.n, j.columns);
+        j.columns = G::ceil(G::ceil(p.n, pieces), unit) * unit;
+        j.tasks = G::ceil(p.n, j.columns);
         j.reads_a = reads_a(p, j.rows);
         j.lda = j.reads_a ? p.a.lane : j.blocks * W;
         j.ldy = j.columns + N;

@@ -1,4 +1,5 @@
-// Kernels for few rows of a: b is read where its lanes are contiguous, rounded and paired in registers, or from a panel.
+// Kernels for few rows of a: b is read where its lanes are contiguous, rounded and paired in registers, or from a
+// panel.
 //
 // Numbers that are rounded to float16 where they are need no scaling if their lane is WITHIN; else the columns are
 // computed again with scales. The bits are the same: a number within 28 binades of the largest is a normal float16.
@@ -10,7 +11,8 @@ struct Extrema {
     u32v largest, least;
     u32v rounded(u32v x) {
         const u32v magnitude = x & 0x7fffffffu, less = magnitude - 1;
-        largest = (u32v)larger((i32v)largest, (i32v)magnitude), least = least < less ? least : less;
+        largest = (u32v)larger((i32v)largest, (i32v)magnitude);
+        least = least < less ? least : less;
         return (x + 0xfffu + (x >> 13 & 1)) & ~0x1fffu;
     }
     // Whether these numbers, and their products with others within, need no scaling.
@@ -48,15 +50,18 @@ template <class U, int ROWS, int TYPE, int FORMAT> static void few_rows(const Fe
     typedef typename U::Acc Acc;
     constexpr int P = per_dword(U::ELEMENT), SIZE = TYPE == PANEL ? 4 : bits_of(TYPE) / 8;
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16, TWO_OF_PAIRS = P == 2 && TYPE == LP_F32 && ROWS == 2;
-    // Bytes from a number to the one that is prefetched. Where loads wait behind long conversions, long lanes are prefetched
-    // into the L2 cache before.
-    constexpr int64_t TWICE_FROM = (P == 2 && ROWS > 2) || (FINDS && ROWS == 1) ? 4096 : (TWO_OF_PAIRS ? 16384 : INT64_MAX);
+    // Bytes from a number to the one that is prefetched. Where loads wait behind long conversions, long lanes are
+    // prefetched into the L2 cache before.
+    constexpr int64_t TWICE_FROM =
+        (P == 2 && ROWS > 2) || (FINDS && ROWS == 1) ? 4096 : (TWO_OF_PAIRS ? 16384 : INT64_MAX);
     const bool twice = lanes * SIZE >= TWICE_FROM;
     const int64_t near = twice ? 256 : (ROWS <= 2 ? 2048 : 768), far = 1024;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
         // At the end of the lanes follows the beginning of the next dword's.
-        [[maybe_unused]] auto ahead = [&](int64_t bytes) { return (at * SIZE + bytes < lanes * SIZE ? 0 : order<U::ELEMENT>(1, 0) * ldb - lanes * SIZE) + bytes; };
+        [[maybe_unused]] auto ahead = [&](int64_t bytes) {
+            return (at * SIZE + bytes < lanes * SIZE ? 0 : order<U::ELEMENT>(1, 0) * ldb - lanes * SIZE) + bytes;
+        };
         [[maybe_unused]] const int64_t ahead_near = ahead(near), ahead_far = ahead(far);
         Acc acc[ROWS][V];
         Extrema found[V];
@@ -91,7 +96,9 @@ template <class U, int ROWS, int TYPE, int FORMAT> static void few_rows(const Fe
                 if (U::ELEMENT == E_U8) row[v] ^= 0x80808080u;  // b + 128 times a, unlike in packed kernels
             UNROLLED(i, ROWS) {
                 u32v dword = all(a[i * lda + d]);
-                UNROLLED(v, V) acc[i][v] = U::ELEMENT == E_U8 ? U::dot(acc[i][v], row[v], dword) : U::dot(acc[i][v], dword, row[v]);
+                UNROLLED(v, V)
+                    acc[i][v] =
+                        U::ELEMENT == E_U8 ? U::dot(acc[i][v], row[v], dword) : U::dot(acc[i][v], dword, row[v]);
             }
         }
         UNROLLED(i, ROWS)

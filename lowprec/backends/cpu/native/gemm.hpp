@@ -9,15 +9,30 @@
 
 const int SETS = 0, ADDS = 1, STREAMS = 2;  // how a micro-kernel writes C: past the caches if it STREAMS
 
-typedef void Micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
-                   int64_t ldc, float factor, const int32_t* sums, int write, const char* next, int64_t step_next);
+// The arguments of a micro-kernel.
+struct MicroTile {
+    const uint32_t *a, *b;  // the first blocks
+    int64_t step_a, step_b;  // dwords between blocks
+    int64_t dwords;  // of k
+    void* c;  // a tile, ldc floats between its rows
+    int64_t ldc;
+    float factor;
+    int write;
+    const int32_t* sums;  // 128 times the sums of the columns of b, which int8 units with an offset subtract; or null
+    const char* next;  // what to prefetch: 256 bytes for each block, step_next bytes between
+    int64_t step_next;
+};
+typedef void Micro(const MicroTile&);
 
-// a, b: the first block, step_a and step_b dwords between blocks. dwords: of k. c: a tile, ldc floats between its rows.
-// sums: 128 times the sums of the columns of b, which int8 units with an offset subtract. next: what to prefetch, 256
-// bytes for each block and step_next bytes between.
-template <class U, int ROWS>
-static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
-                  int64_t ldc, float factor, const int32_t* sums, int write, const char* next, int64_t step_next) {
+template <class U, int ROWS> static void micro(const MicroTile& tile) {
+    const uint32_t *a = tile.a, *b = tile.b;
+    const int64_t step_a = tile.step_a, step_b = tile.step_b, ldc = tile.ldc, step_next = tile.step_next;
+    const float factor = tile.factor;
+    const int write = tile.write;
+    const int32_t* const sums = tile.sums;
+    void* const c = tile.c;
+    const char* next = tile.next;
+    int64_t dwords = tile.dwords;
     typedef typename U::Acc Acc;
     constexpr int N = U::COLUMNS, LINES = 4;
     constexpr bool OFFSET = U::ELEMENT == E_U8;
@@ -101,11 +116,11 @@ template <class U> struct Gemm {
         int64_t task_m, task_n, grid_m;  // the most strips of a task, the tasks along m
         int64_t at_once;  // strips of a by which a strip of b is multiplied
         int64_t strip_a, strip_b = strip_dwords(Common::blocks, slots_b);  // dwords of packed strips
-        bool own_a, own_b;            // tasks pack their strips of a, of b; the other operand is packed before tasks
+        bool own_a, own_b;  // tasks pack their strips of a, of b; the other operand is packed before tasks
         bool direct, plain, streams;  // sums are kept in the result, and final
         uint32_t* packed;
         int64_t first_n = 0, range_n;  // strips of b that are packed at once, and the first of them
-        int64_t a_at, acc_at, tile;    // dwords
+        int64_t a_at, acc_at, tile;  // dwords
         int64_t pack_tasks, pack_strips, packed_strips;
         alignas(64) std::atomic<int64_t> next_pack{0}, done_pack{0};
         explicit Job(lp::Work& work) : Common(work) {}
@@ -217,9 +232,9 @@ template <class U> struct Gemm {
                         const uint32_t* const from_b = b + ((k - k0) * j.slots_b + term.b) * N * W;
                         const char* const after = ahead.at ? ahead.next() : next + 256 * (k - k0);
                         const int64_t dwords = (end - k - 1) * W + least(rest, W);
-                        (is_last ? last : whole)(from_a, j.slots_a * M * W, from_b, j.slots_b * N * W, dwords,
-                                                 c + term.plane * M * N, ldc, term.factor, sums, write, after,
-                                                 ahead.step);
+                        (is_last ? last
+                                 : whole)({from_a, from_b, j.slots_a * M * W, j.slots_b * N * W, dwords,
+                                           c + term.plane * M * N, ldc, term.factor, write, sums, after, ahead.step});
                     }
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
@@ -300,7 +315,9 @@ template <class U> struct Gemm {
         int64_t a_strip = least(j.chunk, j.blocks) * j.slots_a * M * W, fitting = mc_bytes() / (4 * a_strip);
         if (j.own_b) {
             bool along_k = p.b.k == 1;
-            j.grid_m = 1, j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 << (P > 1);
+            j.grid_m = 1;
+            j.task_m = j.strips_m;
+            j.task_n = along_k ? 2 : 8 << (P > 1);
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
             j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
             j.a_at = j.acc_at = j.task_n * j.strip_b;
@@ -318,11 +335,14 @@ template <class U> struct Gemm {
                 // 7 tasks for 2 threads cost as much as 8.
                 if (j.strips_m >= threads) ranges_m = ceil(ranges_m, threads) * threads;
             }
-            j.grid_m = ranges_m, j.task_m = ceil(j.strips_m, ranges_m);
+            j.grid_m = ranges_m;
+            j.task_m = ceil(j.strips_m, ranges_m);
             int64_t ranges_n = threads > 1 && ranges_m < 2 * threads ? ceil(2 * threads, ranges_m) : 1;
             if (ranges_n < ceil(j.range_n, 64)) ranges_n = ceil(j.range_n, 64);
             j.task_n = ceil(j.range_n, ranges_n);
-            j.a_at = 0, j.strip_a = a_strip + PAD, j.acc_at = j.task_m * j.strip_a;
+            j.a_at = 0;
+            j.strip_a = a_strip + PAD;
+            j.acc_at = j.task_m * j.strip_a;
         }
         j.tasks = j.grid_m * ceil(j.range_n, j.task_n);
         j.pack_tasks = ceil(j.packed_strips, j.pack_strips);

@@ -13,9 +13,9 @@ struct Source {
     const uint8_t *scales, *zeros;            // of codes; of stored ones they follow the codes of a strip
     int64_t scale_lane, block;                // bytes between the scales of lanes; numbers with a common scale
     bool is_stored;                           // codes in the order of codes.hpp
-    float* factors;                           // two per lane, lanes + 64 apart: their product scales the lane; null: none
+    float* factors;  // two per lane, lanes + 64 apart: their product scales the lane; null: none
     int32_t type, format, parts, part_exponent, sums_parts;
-    int64_t next;                             // bytes to the operand of the product after this, which is prefetched; 0: none
+    int64_t next;  // bytes to the operand of the product after this, which is prefetched; 0: none
 
     int all_parts() const { return parts > 1 ? parts + sums_parts : 1; }
     int64_t lane_offset(int64_t i) const { return lane_offsets ? lane_offsets[i] : i * lane; }
@@ -51,7 +51,7 @@ struct Work {
     int32_t term_count, planes;
     Term terms[36 * 4];
     bool scales_a, scales_b;
-    bool checks;   // report sums that are Inf or NaN
+    bool checks;  // report sums that are Inf or NaN
     bool streams;  // the result is large: write it past the caches
     bool is_transposed;
     Memory memory;
@@ -68,7 +68,8 @@ struct Vectors {
 
 struct Unit {
     int32_t (*gemm)(Work&);
-    int64_t (*pack)(Work&, void* target);  // -> bytes, which are all that is computed if target is null; -1: unsupported
+    int64_t (*pack)(Work&,
+                    void* target);  // -> bytes, which are all that is computed if target is null; -1: unsupported
     void (*epilogue)(const Work&, const float* sums);  // sums: m x n, complex numbers as pairs
 };
 

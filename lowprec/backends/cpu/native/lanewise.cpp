@@ -114,7 +114,8 @@ template <class Each> bool by_parts(const lp::Quantization& j, Extents each_part
 
 const float LARGEST[] = {448, 57344, 6 * 448};  // by `elements`, for one scale of all; of E2M1 with scales of E4M3
 
-LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void* scales, float* scale, int32_t threads) {
+LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void* scales, float* scale,
+                           int32_t threads) {
     const lp::Lanewise* functions = found();
     if (!functions) return LP_UNSUPPORTED;
     const lp::Arithmetic standard;  // the caller's thread may flush subnormal numbers
@@ -130,7 +131,8 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
         const float scaled = __builtin_bit_cast(float, peak.load()) / LARGEST[q->elements];
         j.scale = scaled < 0x1p-126f ? 0x1p-126f : scaled;
         if (!peak) j.scale = 1;
-        if (q->powers) j.scale = __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, j.scale) + 0x7fffffu) & 0x7f800000u);
+        if (q->powers)
+            j.scale = __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, j.scale) + 0x7fffffu) & 0x7f800000u);
     }
     *scale = j.scale;
     lp::Memory peaks;
@@ -154,8 +156,11 @@ LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, i
     const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;
     if (!functions || !is_exact) return LP_UNSUPPORTED;
     const lp::Emulation job = {a, b, c, m, n, k, *core};
-    const int64_t rows = (m + lp::EMULATED_ROWS - 1) / lp::EMULATED_ROWS, columns = (n + functions->lanes - 1) / functions->lanes;
-    auto emulate = [&](int64_t i) { functions->emulate(job, i % rows * lp::EMULATED_ROWS, i / rows * functions->lanes); };
+    const int64_t rows = (m + lp::EMULATED_ROWS - 1) / lp::EMULATED_ROWS,
+                  columns = (n + functions->lanes - 1) / functions->lanes;
+    auto emulate = [&](int64_t i) {
+        functions->emulate(job, i % rows * lp::EMULATED_ROWS, i / rows * functions->lanes);
+    };
     lp::share(rows * columns, m * n * k < PRODUCTS_TO_SHARE ? 1 : threads, emulate);
     return LP_OK;
 }
@@ -165,7 +170,10 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
     const lp::Lanewise* functions = found();
     if (!functions) return -1;
     int64_t elements = 0, pieces = 0;
-    for (int64_t i = 0; i < count; i++) elements += arrays[i].size, pieces += ceil(arrays[i].size, PIECE);
+    for (int64_t i = 0; i < count; i++) {
+        elements += arrays[i].size;
+        pieces += ceil(arrays[i].size, PIECE);
+    }
     std::atomic<bool> special{false};
     // A thread's pieces ascend: it continues from the array of its last one, whose first piece is `start`.
     auto unscale = [&, x = arrays, start = (int64_t)0](int64_t piece) mutable {

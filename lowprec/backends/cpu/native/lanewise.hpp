@@ -22,7 +22,8 @@ struct Quantization {
     float scale;   // of the tensor
     bool along_k;  // whether columns are along k
     int64_t rows, columns, row, column, to_row, scale_row, scale_column;  // extents, strides
-    int64_t block_rows, block_columns, chunk;  // of a stripe: its rows, columns with a common scale (0: all), all columns
+    int64_t block_rows, block_columns,
+        chunk;  // of a stripe: its rows, columns with a common scale (0: all), all columns
     uint32_t* peaks;  // bits of the largest magnitudes of vectors across rows
 };
 // Rows and columns of a matrix: whole stripes, or up to its end.

@@ -14,9 +14,10 @@
 
 // clang-format off
 // Element types. From LP_MXFP8 on they are codes with a scale per block along k, which b may have: `data` is uint8,
-// contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns. Blocks of the
-// last four have any length and float32 scales, those of LP_CODES_U4 also the code of zero; FP32 units decode them. If a has
-// codes, too (LP_MXFP4, LP_NVFP4, or LP_CODES_I8, by codes of 8 bits without -128), int8 units multiply both as integers.
+// contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns. Blocks of
+// the last four have any length and float32 scales, those of LP_CODES_U4 also the code of zero; FP32 units decode them.
+// If a has codes, too (LP_MXFP4, LP_NVFP4, or LP_CODES_I8, by codes of 8 bits without -128), int8 units multiply both
+// as integers.
 enum lp_type {
     LP_F32, LP_BF16, LP_F16, LP_E4M3, LP_E5M2, LP_I8, LP_I32, LP_C64, LP_MXFP8, LP_MXFP4, LP_NVFP4,
     LP_CODES_E4M3, LP_CODES_I8, LP_CODES_I4, LP_CODES_U4, LP_TYPES
@@ -65,7 +66,8 @@ typedef struct {
 } lp_scheme;
 
 // Formats of rounded elements, and how their scales are found: one float32 a tensor or a vector along k, or a block's
-// power of two (OCP's rule, rounded up, or of the rounded peak), E4M3 number (with a float32 of the tensor) or float32 number.
+// power of two (OCP's rule, rounded up, or of the rounded peak), E4M3 number (with a float32 of the tensor) or float32
+// number.
 enum lp_elements { LP_NARROW_E4M3, LP_NARROW_E5M2, LP_NARROW_E2M1, LP_NARROW_I8, LP_NARROW_I4 };  // I4: codes alone
 enum lp_scaling { LP_TENSOR, LP_VECTORS, LP_FLOOR, LP_RCEIL, LP_E4M3_SCALES, LP_F32_SCALES, LP_EVEN };
 
@@ -80,7 +82,7 @@ typedef struct {
     uint64_t seed, stream;                // of Philox4x32-10: its key, and half of its counter
     int32_t type, elements, scaling;      // float32, bfloat16 or float16; lp_elements; lp_scaling
     int32_t stochastic, hadamard;         // rounding; whether groups of 16 along k are transformed first
-    int32_t codes;                        // write codes, padded to whole blocks, and the codes of scales, instead of numbers
+    int32_t codes;                        // write codes, padded to whole blocks, and codes of scales, not numbers
     int32_t powers, pad;                  // whether float32 scales are rounded up to powers of two
 } lp_quantizer;
 
@@ -90,7 +92,7 @@ typedef struct {
     lp_scheme scheme;
     int32_t unit, activation;      // lp_unit; lp_activation of epilogue.hpp
     lp_quantizer rounding[2];      // of a and b, which are described as they are after it; batches is 0: none
-    const int64_t* scale_order[2]; // of float32 scales: the vector of each row of a, or column of b; null: in their order
+    const int64_t* scale_order[2]; // of float32 scales: the vector of each row of a or column of b; null: in order
     int64_t piece;                 // length of the parts of k that have scales of their own; 0: all of k
     int32_t last_unit, pad;        // lp_unit of a shorter last piece
 } lp_product;
@@ -101,7 +103,7 @@ typedef struct {
     const void *a_scales, *b_scales, *b_zeros;  // of codes; null float32 scales are 1, zeros are bytes
     void* out;
     const void *c, *bias;
-    const float *row_scales, *col_scales;  // factors of the rows and columns of real sums; null: none. One a row of every
+    const float *row_scales, *col_scales;  // factors of rows and columns of real sums; null: none. One a row of every
                                            // matrix of a, and a column of every matrix of b, in the order of the batch
     double alpha[2], beta[2];  // real and imaginary part
     int32_t threads;
@@ -112,8 +114,8 @@ LP_API uint64_t lp_version(void);  // hash of the sources
 LP_API int64_t lp_units(void);     // bits of the units that this CPU has, and that may be used
 LP_API void lp_use_units(int64_t);  // bits of the units that may be used, of all functions; at first all
 
-// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else. With scales a
-// sum becomes sum * (row scale * column scale), rounded twice in float32; sums of int8 are first rounded to float32.
+// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else. With scales
+// a sum becomes sum * (row scale * column scale), rounded twice in float32; sums of int8 are first rounded to float32.
 LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
 
 // Packs b, with the scales and zeros and the threads of a call, for products of this kind: all matrices of its batch,
@@ -121,14 +123,16 @@ LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
 // unsupported, or if there is no memory to round b.
 LP_API int64_t lp_pack(const lp_product*, const lp_call*, void* target);
 
-// Multiplies `count` arrays by inverse, bfloat16 in float32; returns 1 if any has Inf or NaN, -1 without a unit. `from`
-// and `to` are equal or do not overlap; both may be unaligned.
-typedef struct { const void* from; void* to; int64_t size; int32_t type; int32_t pad; } lp_flat;  // type 0 f32, 1 bf16, 100 f64
+// Multiplies `count` arrays by inverse, bfloat16 in float32; returns 1 if any has Inf or NaN, -1 without a unit.
+// Types are 0 (float32), 1 (bfloat16) and 100 (float64). `from` and `to` are equal or do not overlap; both may be
+// unaligned.
+typedef struct { const void* from; void* to; int64_t size; int32_t type; int32_t pad; } lp_flat;
 LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads);
 
-// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major; numbers of
-// a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. -> lp_status
-// result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the products alone.
+// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major; numbers
+// of a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. ->
+// lp_status result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the
+// products alone.
 typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core;
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core*, int32_t threads);
@@ -143,7 +147,7 @@ typedef struct {
     lp_scheme scheme[2];  // of real and of complex products
     int32_t unit[2];      // lp_unit
     int32_t unit_of_few;  // for products of few numbers and of vectors: one that needs no preparation
-    int32_t quantises;    // whether operands of real products are rounded by these quantizers, without sizes and strides
+    int32_t quantises;    // whether operands of real products are rounded as `rounding` has it, without sizes
     int32_t is_native;    // it acts on float64 and complex128, whose products the BLAS computes
     int32_t piece;        // of k, and the lp_unit of a shorter last one, as in lp_product
     int32_t last_unit, pad;
@@ -165,7 +169,7 @@ typedef struct {
 // Products of one kind. m, n, k: extents, 0 where those of several shapes are summed.
 typedef struct {
     int64_t calls, multiplications, m, n, k;
-    int32_t routine, reason, mode;  // numbers of a name in lp_blas_name, of a reason of blas.hpp, and in `modes`; -1: FP32
+    int32_t routine, reason, mode;  // numbers of a name in lp_blas_name, a reason of blas.hpp, and in `modes`; -1: FP32
     char letter;                    // of the type: s, d, c or z; in loops of NumPy its letter
     char caller[91];                // the Python function at the first call, if it is known; "...": others call, too
 } lp_blas_count;
@@ -174,7 +178,7 @@ typedef struct {
 LP_API void* lp_blas_create(const lp_blas*);                          // null if there is no memory
 LP_API int32_t lp_blas_enter(void* scope, int32_t all_threads);       // -> lp_status
 LP_API void lp_blas_leave(void* scope);                               // in any thread
-LP_API void lp_blas_free(void* scope);                                // when threads in it are at the end of their calls
+LP_API void lp_blas_free(void* scope);                                // when the calls of its threads have ended
 LP_API void* lp_blas_scope(void);                                     // the innermost one of this thread
 LP_API int64_t lp_blas_counts(void* scope, lp_blas_count*);           // moves at most 640; null: of other threads
 LP_API const char* lp_blas_name(int32_t routine);                     // null: there is none of this number

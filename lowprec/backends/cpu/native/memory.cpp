@@ -68,7 +68,10 @@ uint64_t take(int size_class) {
     for (auto& slot : slots) {
         uint64_t word = slot.load();
         if (!word || class_of(word) < size_class || class_of(word) > size_class + 16) continue;
-        if (slot.compare_exchange_strong(word, 0)) return kept -= bytes_of(class_of(word)), word;
+        if (slot.compare_exchange_strong(word, 0)) {
+            kept -= bytes_of(class_of(word));
+            return word;
+        }
     }
     return 0;
 }
@@ -92,7 +95,9 @@ namespace lp {
 
 void* Memory::of(int64_t bytes) {
     if (MOST_KEPT && at && bytes_of(size_class) >= bytes) return at;
-    this->~Memory(), at = nullptr, size_class = 0;
+    this->~Memory();
+    at = nullptr;
+    size_class = 0;
     while (bytes_of(size_class) < bytes)
         if (++size_class > 300) return nullptr;
     if (uint64_t word = take(size_class)) {
@@ -101,7 +106,10 @@ void* Memory::of(int64_t bytes) {
     }
     if (MOST_KEPT) bytes = bytes_of(size_class);
     at = allocate(bytes);
-    if (!at) lp_release_memory(), at = allocate(bytes);
+    if (!at) {
+        lp_release_memory();
+        at = allocate(bytes);
+    }
     return at;
 }
 Memory::~Memory() {

@@ -1,9 +1,9 @@
 // Rounding to narrow formats with scales; the definition is arrays/block_codes.py, which gives the same bits.
 //
-// Work is done by stripes: `block_rows` rows, and columns of the source's contiguous axis, which is that of k or that of the
-// vectors. A stripe is read as float32, transformed, its scales are found and its numbers rounded, all in the cache.
-// A magnitude is divided by its factor (or multiplied, if that is a power of two), rounded, and multiplied by the scale
-// of its block. Included after unscale.hpp.
+// Work is done by stripes: `block_rows` rows, and columns of the source's contiguous axis, which is that of k or that
+// of the vectors. A stripe is read as float32, transformed, its scales are found and its numbers rounded, all in the
+// cache. A magnitude is divided by its factor (or multiplied, if that is a power of two), rounded, and multiplied by
+// the scale of its block. Included after unscale.hpp.
 
 struct Stripe {
     float* x;          // rows x width
@@ -14,7 +14,15 @@ struct Stripe {
     float *factors, *multipliers;
     uint32_t *keeps, *stored;  // masks of signs and codes; codes or float32 bits of the scales
     int64_t rows, width, step;
-    explicit Stripe(void* memory) : x((float*)memory), random((uint32_t*)x + lp::STRIPE), codes((uint8_t*)(random + lp::STRIPE)), peaks((uint32_t*)(codes + lp::STRIPE)), factors((float*)peaks + lp::STRIPE_COLUMNS), multipliers(factors + lp::STRIPE_COLUMNS), keeps((uint32_t*)multipliers + lp::STRIPE_COLUMNS), stored(keeps + lp::STRIPE_COLUMNS) {}
+    explicit Stripe(void* memory)
+        : x((float*)memory),
+          random((uint32_t*)x + lp::STRIPE),
+          codes((uint8_t*)(random + lp::STRIPE)),
+          peaks((uint32_t*)(codes + lp::STRIPE)),
+          factors((float*)peaks + lp::STRIPE_COLUMNS),
+          multipliers(factors + lp::STRIPE_COLUMNS),
+          keeps((uint32_t*)multipliers + lp::STRIPE_COLUMNS),
+          stored(keeps + lp::STRIPE_COLUMNS) {}
 };
 
 // Elements by lp_elements: stored bits of the significand, exponent of the smallest normal number, largest number.
@@ -37,8 +45,8 @@ INLINE f32v to_nearest(f32v q, Narrow to) {
     return smaller((q + power) - power, all_floats(to.largest));
 }
 
-// One of the two numbers around q >= 0, the upper one with the probability of the distance from the lower one: at most 30
-// random bits are added to the dropped bits.
+// One of the two numbers around q >= 0, the upper one with the probability of the distance from the lower one: at most
+// 30 random bits are added to the dropped bits.
 INLINE f32v to_random(f32v q, Narrow to, u32v random) {
     const i32v found = (i32v)q >> 23, exponent = larger(found, (i32v)all((uint32_t)(to.emin + 127)));
     const u32v hidden = (u32v)(found > 0) & 0x800000u, dropped = (u32v)(exponent - found) + (uint32_t)(23 - to.stored);
@@ -60,13 +68,18 @@ INLINE u32v code_of(f32v r, Narrow to) {
 INLINE void philox(u32v* c, uint64_t seed) {
     const auto multiply = [](u32v x, uint32_t factor, u32v& high, u32v& low) __attribute__((always_inline)) {
         const u64v even = (u64v)mul_even(x, all(factor)), odd = (u64v)mul_even((u32v)((u64v)x >> 32), all(factor));
-        high = (u32v)(even >> 32 | (odd & ~(uint64_t)UINT32_MAX)), low = (u32v)((even & UINT32_MAX) | odd << 32);
+        high = (u32v)(even >> 32 | (odd & ~(uint64_t)UINT32_MAX));
+        low = (u32v)((even & UINT32_MAX) | odd << 32);
     };
     uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     for (int round = 0; round < 10; round++, key[0] += 0x9e3779b9u, key[1] += 0xbb67ae85u) {
         u32v high[2], low[2];
-        multiply(c[0], 0xd2511f53u, high[0], low[0]), multiply(c[2], 0xcd9e8d57u, high[1], low[1]);
-        c[0] = high[1] ^ c[1] ^ key[0], c[1] = low[1], c[2] = high[0] ^ c[3] ^ key[1], c[3] = low[0];
+        multiply(c[0], 0xd2511f53u, high[0], low[0]);
+        multiply(c[2], 0xcd9e8d57u, high[1], low[1]);
+        c[0] = high[1] ^ c[1] ^ key[0];
+        c[1] = low[1];
+        c[2] = high[0] ^ c[3] ^ key[1];
+        c[3] = low[0];
     }
 }
 
@@ -75,20 +88,28 @@ template <int... I> INLINE void in_order(u32v* c, std::integer_sequence<int, I..
     auto low = [](u32v a, u32v b) { return __builtin_shufflevector(a, b, (I % 2 * W + I / 2)...); };
     auto high = [](u32v a, u32v b) { return __builtin_shufflevector(a, b, (I % 2 * W + W / 2 + I / 2)...); };
     const u32v even[2] = {low(c[0], c[2]), high(c[0], c[2])}, odd[2] = {low(c[1], c[3]), high(c[1], c[3])};
-    c[0] = low(even[0], odd[0]), c[1] = high(even[0], odd[0]), c[2] = low(even[1], odd[1]), c[3] = high(even[1], odd[1]);
+    c[0] = low(even[0], odd[0]);
+    c[1] = high(even[0], odd[0]);
+    c[2] = low(even[1], odd[1]);
+    c[3] = high(even[1], odd[1]);
 }
 
 // Random numbers of a stripe. The counter of an element: its k / 4, its vector in the batch, the stream; word: k % 4.
 static void draw(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
-    const u32v lane = get<u32v>(LANE_NUMBERS), low = all((uint32_t)j.q.stream), high = all((uint32_t)(j.q.stream >> 32));
+    const u32v lane = get<u32v>(LANE_NUMBERS), low = all((uint32_t)j.q.stream),
+               high = all((uint32_t)(j.q.stream >> 32));
     const uint32_t first = (uint32_t)(p.batch * j.q.vectors), row = (uint32_t)p.row, column = (uint32_t)p.column;
     for (int64_t r = 0; r < s.rows; r += j.along_k ? 1 : 4)
         for (int64_t c = 0; c < s.width; c += j.along_k ? 4 * W : W) {
             u32v words[4] = {all((row + (uint32_t)r) / 4), lane + (first + column + (uint32_t)c), low, high};
-            if (j.along_k) words[0] = lane + (column + (uint32_t)c) / 4, words[1] = all(first + row + (uint32_t)r);
+            if (j.along_k) {
+                words[0] = lane + (column + (uint32_t)c) / 4;
+                words[1] = all(first + row + (uint32_t)r);
+            }
             philox(words, j.q.seed);
             if (j.along_k) in_order(words, std::make_integer_sequence<int, W>());
-            for (int w = 0; w < 4; w++) put(s.random + (j.along_k ? r * s.width + c + w * W : (r + w) * s.width + c), words[w]);
+            for (int w = 0; w < 4; w++)
+                put(s.random + (j.along_k ? r * s.width + c + w * W : (r + w) * s.width + c), words[w]);
         }
 }
 
@@ -97,7 +118,8 @@ template <int N> INLINE void butterflies(f32v* x) {
         for (int i = 0; i < N; i++)
             if (!(i & half)) {
                 const f32v a = x[i], b = x[i + half];
-                x[i] = a + b, x[i + half] = a - b;
+                x[i] = a + b;
+                x[i + half] = a - b;
             }
 }
 template <int HALF, int... I> INLINE f32v butterfly(f32v x, std::integer_sequence<int, I...>) {
@@ -131,13 +153,15 @@ static void transform(const lp::Quantization& j, const lp::Part& p, const Stripe
     for (int64_t r = 0; r < s.rows && p.row + r + 16 <= j.q.k; r += 16)
         for (int64_t c = 0; c < s.width; c += W) {
             f32v x[16];
-            for (int i = 0; i < 16; i++) x[i] = floats(get<u32v>(s.x + (r + i) * s.width + c) ^ (signs >> i << 31)) * 0.25f;
+            for (int i = 0; i < 16; i++)
+                x[i] = floats(get<u32v>(s.x + (r + i) * s.width + c) ^ (signs >> i << 31)) * 0.25f;
             butterflies<16>(x);
             for (int i = 0; i < 16; i++) put(s.x + (r + i) * s.width + c, x[i]);
         }
 }
 
-template <int TYPE> static void read_rows(const lp::Quantization& j, const char* at, int64_t rows, int64_t count, const Stripe& s) {
+template <int TYPE> static void read_rows(const lp::Quantization& j, const char* at, int64_t rows, int64_t count,
+                                          const Stripe& s) {
     constexpr int SIZE = bits_of(TYPE) / 8;
     for (int64_t r = 0; r < rows; r++, at += j.row * SIZE) {
         float* to = s.x + r * s.width;
@@ -157,12 +181,16 @@ template <int TYPE> static void read_rows(const lp::Quantization& j, const char*
 
 // Reads a part, which is one stripe, with columns of zeros up to a width; rows of zeros only for codes along k.
 static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s) {
-    const int64_t count = p.column_end - p.column, rows = p.row_end - p.row, size = bits_of(j.q.type) / 8, unit = j.block_columns > 64 ? j.block_columns : 64;
-    s.rows = j.q.codes && !j.along_k ? j.block_rows : rows, s.width = (count + unit - 1) / unit * unit;
+    const int64_t count = p.column_end - p.column, rows = p.row_end - p.row, size = bits_of(j.q.type) / 8,
+                  unit = j.block_columns > 64 ? j.block_columns : 64;
+    s.rows = j.q.codes && !j.along_k ? j.block_rows : rows;
+    s.width = (count + unit - 1) / unit * unit;
     const char* at = j.x + ((j.q.offsets ? j.q.offsets[p.batch] : 0) + p.row * j.row + p.column * j.column) * size;
-    s.in = s.x, s.step = s.width;
+    s.in = s.x;
+    s.step = s.width;
     if (j.q.type == LP_F32 && j.column == 1 && rows == s.rows && count == s.width && !j.q.hadamard) {
-        s.in = (const float*)at, s.step = j.row;
+        s.in = (const float*)at;
+        s.step = j.row;
         return;
     }
     if (j.q.type == LP_BF16) read_rows<LP_BF16>(j, at, rows, count, s);
@@ -173,14 +201,21 @@ static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s)
 }
 
 // Whether a number that is not finite becomes NaN alone, without effect on its scale.
-static bool is_alone(const lp_quantizer& q) { return !is_integer(q.elements) && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES); }
+static bool is_alone(const lp_quantizer& q) {
+    return !is_integer(q.elements) && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES);
+}
 
-static bool has_powers(const lp_quantizer& q) { return q.scaling == LP_FLOOR || q.scaling == LP_RCEIL || q.scaling == LP_EVEN; }
+static bool has_powers(const lp_quantizer& q) {
+    return q.scaling == LP_FLOOR || q.scaling == LP_RCEIL || q.scaling == LP_EVEN;
+}
 
-// Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all. `merges`: columns may
-// raise those of other columns.
+// Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all. `merges`: columns
+// may raise those of other columns.
 template <bool FINITE> static void raise_peaks(Stripe s, bool merges) {
-    if (merges && s.rows == 1) s.rows = s.width / 64, s.width = s.step = 64;
+    if (merges && s.rows == 1) {
+        s.rows = s.width / 64;
+        s.width = s.step = 64;
+    }
     for (int64_t c = 0; c < s.width; c += 4 * W) {
         i32v peaks[4];
         UNROLLED(v, 4) peaks[v] = get<i32v>(s.peaks + c + v * W);
@@ -201,7 +236,8 @@ static void group_peaks(const Stripe s, const void* columns, int64_t size) {
         u32v rows[W];
         for (int i = 0; i < W; i++) {
             i32v peak = {};
-            for (int64_t c = 0; c < size && (group + i) * size < s.width; c += W) peak = larger(peak, get<i32v>((const uint32_t*)columns + (group + i) * size + c) & 0x7fffffff);
+            for (int64_t c = 0; c < size && (group + i) * size < s.width; c += W)
+                peak = larger(peak, get<i32v>((const uint32_t*)columns + (group + i) * size + c) & 0x7fffffff);
             rows[i] = (u32v)peak;
         }
         transpose(rows);
@@ -223,7 +259,8 @@ static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t coun
     const Narrow to = NARROW[j.q.elements];
     const bool is_even = j.q.scaling == LP_EVEN;
     // The fraction of a peak above which a power of two doubles.
-    const uint32_t fraction = is_even ? 0x7fffffu - (0x400000u >> to.stored) : __builtin_bit_cast(uint32_t, to.largest) & 0x7fffffu;
+    const uint32_t fraction =
+        is_even ? 0x7fffffu - (0x400000u >> to.stored) : __builtin_bit_cast(uint32_t, to.largest) & 0x7fffffu;
     for (int64_t i = 0; i < count; i += W) {
         const u32v peak = get<u32v>(s.peaks + i), special = is_special(peak);
         u32v stored, keep = ~special;
@@ -245,16 +282,20 @@ static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t coun
             factor = floats(choose(keep, bits(factor), all(0x7fc00000u)));
             stored = bits(factor);
         }
-        put(s.stored + i, stored), put(s.keeps + i, keep), put(s.factors + i, factor);
+        put(s.stored + i, stored);
+        put(s.keeps + i, keep);
+        put(s.factors + i, factor);
         put(s.multipliers + i, choose(special, all(0x7fc00000u), bits(multiplier)));
     }
 }
 
 static void write_scales(const lp::Quantization& j, const lp::Part& p, const Stripe& s, int64_t count) {
-    const int64_t rows = j.q.scaling == LP_VECTORS ? 1 : j.block_rows, columns = j.q.scaling == LP_VECTORS ? 1 : j.block_columns;
+    const int64_t rows = j.q.scaling == LP_VECTORS ? 1 : j.block_rows,
+                  columns = j.q.scaling == LP_VECTORS ? 1 : j.block_columns;
     const int64_t at = p.batch * j.q.scale_batch + p.row / rows * j.scale_row + p.column / columns * j.scale_column;
     for (int64_t i = 0; i < count; i++)
-        if (j.q.scaling == LP_VECTORS || j.q.scaling == LP_F32_SCALES) ((uint32_t*)j.scales)[at + i * j.scale_column] = s.stored[i];
+        if (j.q.scaling == LP_VECTORS || j.q.scaling == LP_F32_SCALES)
+            ((uint32_t*)j.scales)[at + i * j.scale_column] = s.stored[i];
         else ((uint8_t*)j.scales)[at + i * j.scale_column] = (uint8_t)s.stored[i];
 }
 
@@ -282,17 +323,21 @@ INLINE uint32_t in_halves(const uint8_t* codes) {
 static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
     const bool is_half = j.q.elements == LP_NARROW_E2M1 || j.q.elements == LP_NARROW_I4;
     const int64_t block = j.q.block_k > 1 ? j.q.block_k : 1, end = (j.q.k + block - 1) / block * block;
-    const int64_t k = j.along_k ? p.column : p.row, count = (j.along_k ? s.width : s.rows) < end - k ? (j.along_k ? s.width : s.rows) : end - k;
-    const int64_t vector = j.along_k ? p.row : p.column, vectors = j.along_k ? p.row_end - p.row : p.column_end - p.column;
+    const int64_t k = j.along_k ? p.column : p.row,
+                  count = (j.along_k ? s.width : s.rows) < end - k ? (j.along_k ? s.width : s.rows) : end - k;
+    const int64_t vector = j.along_k ? p.row : p.column,
+                  vectors = j.along_k ? p.row_end - p.row : p.column_end - p.column;
     const int64_t step_v = j.along_k ? s.width : 1, step_k = j.along_k ? 1 : s.width;
     const int64_t in_squares = step_k > 1 && !is_half && count % (4 * W) == 0 ? vectors / W * W : 0;
     for (int64_t v = 0; v < in_squares; v += W) {
         char* const first = j.to + (j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k;
-        for (int64_t i = 0; i < count; i += 4 * W) transpose_codes(s.codes + i * step_k + v, step_k, first + i, j.q.to_vector);
+        for (int64_t i = 0; i < count; i += 4 * W)
+            transpose_codes(s.codes + i * step_k + v, step_k, first + i, j.q.to_vector);
     }
     for (int64_t v = in_squares; v < vectors; v++) {
         const uint8_t* from = s.codes + v * step_v;
-        char* to = j.to + ((j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k) / (is_half ? 2 : 1);
+        char* to = j.to +
+            ((j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k) / (is_half ? 2 : 1);
         if (is_half && step_k == 1) {
             for (int64_t i = 0; i < count; i += 8) {
                 const uint32_t eight = in_halves(from + i);
@@ -308,10 +353,9 @@ static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stri
     }
 }
 
-// How scales act: powers of two, by which magnitudes are multiplied; E4M3 numbers, and float32 numbers, by which they are divided.
-enum Scales { POWERS,
-              E4M3_SCALES,
-              F32_SCALES };
+// How scales act: powers of two, by which magnitudes are multiplied; E4M3 numbers, and float32 numbers, by which they
+// are divided.
+enum Scales { POWERS, E4M3_SCALES, F32_SCALES };
 
 // Rounds rows of a stripe, of which `count` numbers each are written to `to`.
 template <int ELEMENTS, int SCALES, bool RANDOM, bool CODES>
@@ -378,7 +422,8 @@ template <int... I> static RoundRows rounding(const lp_quantizer& q, std::intege
 template <class Each> INLINE void by_stripes(const lp::Quantization& j, const lp::Part& p, const Each& each) {
     for (int64_t r = p.row; r < p.row_end; r += j.block_rows)
         for (int64_t c = p.column; c < p.column_end; c += j.chunk)
-            each(lp::Part{p.batch, r, r + j.block_rows < p.row_end ? r + j.block_rows : p.row_end, c, c + j.chunk < p.column_end ? c + j.chunk : p.column_end});
+            each(lp::Part{p.batch, r, r + j.block_rows < p.row_end ? r + j.block_rows : p.row_end, c,
+                          c + j.chunk < p.column_end ? c + j.chunk : p.column_end});
 }
 
 static uint32_t largest_peak(const Stripe s, int columns) {
@@ -389,7 +434,8 @@ static uint32_t largest_peak(const Stripe s, int columns) {
 
 static uint32_t largest_magnitude(const lp::Quantization& j, const lp::Part& p, void* memory) {
     Stripe s(memory);
-    const int64_t columns = p.column_end - p.column < j.chunk ? (p.column_end - p.column + 63) / 64 * 64 : lp::STRIPE_COLUMNS;
+    const int64_t columns =
+        p.column_end - p.column < j.chunk ? (p.column_end - p.column + 63) / 64 * 64 : lp::STRIPE_COLUMNS;
     __builtin_memset(s.peaks, 0, 4 * (size_t)columns);
     by_stripes(j, p, [&](const lp::Part& stripe) {
         read_stripe(j, stripe, s);
@@ -419,7 +465,8 @@ static void raise_vector_peaks(const lp::Quantization& j, const lp::Part& p, voi
 static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* memory) {
     Stripe s(memory);
     if (j.q.scaling == LP_VECTORS && j.along_k && p.row_end - p.row > 1) {
-        for (int64_t r = p.row; r < p.row_end; r++) quantize_part(j, {p.batch, r, r + 1, p.column, p.column_end}, memory);
+        for (int64_t r = p.row; r < p.row_end; r++)
+            quantize_part(j, {p.batch, r, r + 1, p.column, p.column_end}, memory);
         return;
     }
     const bool of_vectors = j.q.scaling == LP_VECTORS, of_all = j.q.scaling == LP_TENSOR;
@@ -455,7 +502,8 @@ static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* me
             if (j.scales) write_scales(j, stripe, s, count);
         }
         if (j.q.stochastic) draw(j, stripe, s);
-        const int64_t rows = j.q.codes ? s.rows : stripe.row_end - stripe.row, start = j.q.to_offsets ? j.q.to_offsets[p.batch] : 0;
+        const int64_t rows = j.q.codes ? s.rows : stripe.row_end - stripe.row,
+                      start = j.q.to_offsets ? j.q.to_offsets[p.batch] : 0;
         const int size = is_integer(j.q.elements) ? 1 : 2;
         round(j, s, rows, columns, j.to + (start + stripe.row * j.to_row + stripe.column) * size);
         if (j.q.codes) write_codes(j, stripe, s);

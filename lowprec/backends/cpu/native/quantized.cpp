@@ -82,8 +82,8 @@ int64_t packed_bytes(const lp_product& p, const lp_call& c) {
     return p.piece ? numbers_bytes(p.rounding[1]) : lp::pack(p, c, nullptr);
 }
 
-// Finds the scales of the rows of a or the columns of b in a piece of k, in the order of the products; false if there is no
-// memory. `to` becomes null if there are no scales.
+// Finds the scales of the rows of a or the columns of b in a piece of k, in the order of the products; false if there
+// is no memory. `to` becomes null if there are no scales.
 bool order_scales(Rounded& r, const lp_product& p, int operand, int64_t piece, const float*& to) {
     const lp_quantizer& q = p.rounding[operand];
     const int64_t* const order = p.scale_order[operand];

@@ -52,7 +52,8 @@ template <class U> struct Small {
         if ((packs_a || packs_b) && !packed_a) return false;
         u32v* const packed_b = packed_a + MOST_ROWS * MOST_DWORDS / W;
         if (packs_a) {
-            a = (const uint32_t*)packed_a, lda = blocks * W;
+            a = (const uint32_t*)packed_a;
+            lda = blocks * W;
             for (int i = 0; i < m; i++) {
                 const char* row = p.a.at + p.a.lane_offset(i) * SIZE;
                 for (int block = 0, from = 0; block < blocks; block++, from += P * W) {
@@ -63,7 +64,9 @@ template <class U> struct Small {
             }
         }
         if (packs_b) {
-            b = (const uint32_t*)packed_b, ldb = W, vector = dwords * W;
+            b = (const uint32_t*)packed_b;
+            ldb = W;
+            vector = dwords * W;
             for (int d = 0; d < dwords; d++)
                 for (int v = 0; v * W < n; v++) {
                     u32v& to = packed_b[v * dwords + d];
@@ -122,8 +125,10 @@ template <class U> struct Small {
                 row[r] = x.a + (i + r < m ? i + r : m - 1) * x.lda;
                 UNROLLED(v, V) acc[r][v] = x.begin[first + v];
             }
-            for (int line = 0; line < x.lines; line++, x.next_a += 64, x.next_b += 64)
-                __builtin_prefetch(x.next_a), __builtin_prefetch(x.next_b);
+            for (int line = 0; line < x.lines; line++, x.next_a += 64, x.next_b += 64) {
+                __builtin_prefetch(x.next_a);
+                __builtin_prefetch(x.next_b);
+            }
             for (int d = 0; d < x.dwords; d++, from += x.ldb)
                 UNROLLED(r, R) {
                     const u32v dword = all(row[r][d]);
@@ -182,7 +187,8 @@ template <class U> struct Small {
             for (lp::Target* x : {&p.out, &p.c, &p.bias}) std::swap(x->row, x->col);
         }
         Multiply* const multiply = p.col_scales || p.row_scales || !is_as_stored(p) ? nullptr : find(p);
-        if (!multiply || p.out.col != 1 || p.out.row_offsets || p.c.row_offsets || p.bias.row || p.bias.row_offsets) return false;
+        if (!multiply || p.out.col != 1 || p.out.row_offsets || p.c.row_offsets || p.bias.row || p.bias.row_offsets)
+            return false;
         const int64_t threads = p.m * p.n * p.k >= 1 << 20 ? p.threads : 1;
         const int64_t rows = G::least(1024, G::ceil(p.m, threads * ROWS) * ROWS);
         p.a.next = p.b.next = 0;

@@ -28,7 +28,7 @@ void pause_cpu() {
 struct Offer {
     void (*work)(void*, int);
     void* argument;
-    std::atomic<int> next;      // number of the next thread
+    std::atomic<int> next;  // number of the next thread
     std::atomic<int64_t> done;  // workers that have returned
 #if defined(__linux__)
     cpu_set_t cpus;  // of the caller; a worker runs on these
@@ -71,7 +71,8 @@ void wait(Worker& w) { SleepConditionVariableSRW(&w.wake, &w.mutex, INFINITE, 0)
 void wake(Worker& w) { WakeConditionVariable(&w.wake); }
 int64_t microseconds() {
     LARGE_INTEGER ticks, frequency;
-    QueryPerformanceCounter(&ticks), QueryPerformanceFrequency(&frequency);
+    QueryPerformanceCounter(&ticks);
+    QueryPerformanceFrequency(&frequency);
     return ticks.QuadPart * 1000000 / frequency.QuadPart;
 }
 #else
@@ -131,22 +132,31 @@ bool start(Worker& w) {
 }
 #else
 bool start(Worker& w) {
-    w.mailbox = nullptr, w.is_asleep = false;
-    pthread_mutex_init(&w.mutex, nullptr), pthread_cond_init(&w.wake, nullptr);
+    w.mailbox = nullptr;
+    w.is_asleep = false;
+    pthread_mutex_init(&w.mutex, nullptr);
+    pthread_cond_init(&w.wake, nullptr);
 #if defined(__linux__)
     memset(&w.cpus, 0, sizeof w.cpus);
 #endif
     pthread_t thread;
     pthread_attr_t attributes;
     sigset_t every, before;  // signals are for Python's threads
-    sigfillset(&every), pthread_sigmask(SIG_BLOCK, &every, &before);
-    pthread_attr_init(&attributes), pthread_attr_setstacksize(&attributes, STACK);
+    sigfillset(&every);
+    pthread_sigmask(SIG_BLOCK, &every, &before);
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK);
     const bool is_made = pthread_create(&thread, &attributes, serve, &w) == 0 && pthread_detach(thread) == 0;
-    pthread_attr_destroy(&attributes), pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return is_made;
 }
 // A forked child has no workers, and OpenMP would wait for threads that do not exist there.
-void forget() { count = 0, is_starting = false, is_child = true; }
+void forget() {
+    count = 0;
+    is_starting = false;
+    is_child = true;
+}
 __attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullptr, forget); }
 #endif
 
@@ -178,7 +188,8 @@ void wait_for(const std::atomic<int64_t>& counter, int64_t value) {
 void run(void (*work)(void*, int), void* argument, int threads) {
     if (threads <= 1) return work(argument, 0);
     Offer offer = {};
-    offer.work = work, offer.argument = argument;
+    offer.work = work;
+    offer.argument = argument;
     if (auto parallel = gomp_parallel.load(); parallel && !is_child) {
         // A thread of a parallel region works alone: the region has the CPUs already.
         return omp_in_parallel.load()() ? Offer::enter(&offer) : parallel(Offer::enter, &offer, (unsigned)threads, 0);
@@ -193,8 +204,13 @@ void run(void (*work)(void*, int), void* argument, int threads) {
         Worker& w = workers[i];
         Offer* none = nullptr;
         if (!w.mailbox.compare_exchange_strong(none, &offer)) continue;  // busy with another caller's offer
-        is_offered[i] = true, offered++;
-        if (w.is_asleep) lock(w), ::wake(w), unlock(w);
+        is_offered[i] = true;
+        offered++;
+        if (w.is_asleep) {
+            lock(w);
+            ::wake(w);
+            unlock(w);
+        }
     }
     Offer::enter(&offer);
     for (int i = 0; i < known; i++) {

@@ -1,8 +1,8 @@
 // Vectors of W 32-bit lanes: loads of every element type as float32, roundings, and the transposition of W x W dwords.
 //
 // Written in the compilers' portable vector types. A file of an instruction set includes it once, inside its namespace,
-// after it has defined W, load_f16_as (W float16 as float32), narrowed_f16 (W float32 as float16, to nearest even) and any.
-// Inf and NaN pass through every rounding, and NaN becomes quiet.
+// after it has defined W, load_f16_as (W float16 as float32), narrowed_f16 (W float32 as float16, to nearest even) and
+// any. Inf and NaN pass through every rounding, and NaN becomes quiet.
 
 typedef float f32v __attribute__((vector_size(4 * W)));
 typedef uint32_t u32v __attribute__((vector_size(4 * W)));
@@ -12,10 +12,10 @@ typedef int16_t i16v __attribute__((vector_size(2 * W)));
 typedef uint8_t u8v __attribute__((vector_size(W)));
 typedef int8_t i8v __attribute__((vector_size(W)));
 
-template <class V> static inline V bf16_of_e4m3(V codes);                                             // if W is 16
+template <class V> static inline V bf16_of_e4m3(V codes);  // if W is 16
 template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, V significands);  // if W is 16
-template <class V> static inline void narrow_u8(void* to, V x);                                       // if W is 16
-template <class F, class V> static inline F e2m1(V codes);                                            // if W is 8 or 16
+template <class V> static inline void narrow_u8(void* to, V x);  // if W is 16
+template <class F, class V> static inline F e2m1(V codes);  // if W is 8 or 16
 
 using lp::bits_of;
 using lp::block_of;
@@ -52,7 +52,8 @@ INLINE u32v choose(u32v condition, u32v yes, u32v no) { return (condition & yes)
 INLINE i32v larger(i32v x, i32v y) { return x > y ? x : y; }
 // All lanes joined by an operation, in every lane.
 template <class V, class F, int... I> INLINE V over_lanes(V x, F join, std::integer_sequence<int, I...>) {
-    x = join(x, __builtin_shufflevector(x, x, (I ^ 1)...)), x = join(x, __builtin_shufflevector(x, x, (I ^ 2)...));
+    x = join(x, __builtin_shufflevector(x, x, (I ^ 1)...));
+    x = join(x, __builtin_shufflevector(x, x, (I ^ 2)...));
     if constexpr (W > 4) x = join(x, __builtin_shufflevector(x, x, (I ^ 4) % W...));
     if constexpr (W > 8) x = join(x, __builtin_shufflevector(x, x, (I ^ 8) % W...));
     return x;
@@ -87,7 +88,8 @@ template <int FORMAT> INLINE f32v rounded(f32v x) {
 // The E2M1 numbers of codes in the low bits of dwords, whose other bits are arbitrary.
 INLINE f32v e2m1_of(u32v codes) {
     if constexpr (W > 4) return e2m1<f32v>(codes);
-    const u16v halves = __builtin_convertvector((codes & 8u) << 12 | (codes & 7u) << 9, u16v);  // float16 with another bias
+    const u16v halves =
+        __builtin_convertvector((codes & 8u) << 12 | (codes & 7u) << 9, u16v);  // float16 with another bias
     return load_f16_as<f32v>(&halves) * 0x1p14f;
 }
 
@@ -158,15 +160,17 @@ template <int... I> INLINE void deinterleave(u32v a, u32v b, u32v* parts, std::i
     parts[1] = __builtin_shufflevector(a, b, (2 * I + 1)...);
 }
 
-// The dwords of 4 * W lanes from four rows of int8: bytes, then pairs of bytes, are interleaved within blocks of 16 bytes,
-// and the blocks put in order.
+// The dwords of 4 * W lanes from four rows of int8: bytes, then pairs of bytes, are interleaved within blocks of 16
+// bytes, and the blocks put in order.
 typedef uint8_t bytes __attribute__((vector_size(4 * W)));
 template <int UNIT, bool HIGH, int... I> INLINE bytes interleaved(bytes a, bytes b, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(a, b, (I / 16 * 16 + (HIGH ? 8 : 0) + I % 16 / UNIT / 2 * UNIT + I % UNIT + (I / UNIT % 2 ? 4 * W : 0))...);
+    return __builtin_shufflevector(
+        a, b, (I / 16 * 16 + (HIGH ? 8 : 0) + I % 16 / UNIT / 2 * UNIT + I % UNIT + (I / UNIT % 2 ? 4 * W : 0))...);
 }
 template <int V, int... I> INLINE u32v ordered(const u32v* q, std::integer_sequence<int, I...>) {
     if constexpr (W == 4) return q[V];
-    if constexpr (W == 8) return __builtin_shufflevector(q[V % 2 * 2], q[V % 2 * 2 + 1], (I / 4 * W + V / 2 * 4 + I % 4)...);
+    if constexpr (W == 8)
+        return __builtin_shufflevector(q[V % 2 * 2], q[V % 2 * 2 + 1], (I / 4 * W + V / 2 * 4 + I % 4)...);
     u32v first = __builtin_shufflevector(q[0], q[1], (I / 4 % 2 * W + V % 4 * 4 % W + I % 4)...);
     u32v second = __builtin_shufflevector(q[2], q[3], (I / 4 % 2 * W + V % 4 * 4 % W + I % 4)...);
     return __builtin_shufflevector(first, second, (I < W / 2 ? I : W + I)...);
@@ -180,7 +184,12 @@ INLINE void int8_dwords(const char* const* at, u32v* out) {
         low[i] = interleaved<1, false>(row[2 * i], row[2 * i + 1], all_bytes);
         high[i] = interleaved<1, true>(row[2 * i], row[2 * i + 1], all_bytes);
     }
-    u32v q[4] = {(u32v)interleaved<2, false>(low[0], low[1], all_bytes), (u32v)interleaved<2, true>(low[0], low[1], all_bytes),
-                 (u32v)interleaved<2, false>(high[0], high[1], all_bytes), (u32v)interleaved<2, true>(high[0], high[1], all_bytes)};
-    out[0] = ordered<0>(q, lanes), out[1] = ordered<1>(q, lanes), out[2] = ordered<2>(q, lanes), out[3] = ordered<3>(q, lanes);
+    u32v q[4] = {(u32v)interleaved<2, false>(low[0], low[1], all_bytes),
+                 (u32v)interleaved<2, true>(low[0], low[1], all_bytes),
+                 (u32v)interleaved<2, false>(high[0], high[1], all_bytes),
+                 (u32v)interleaved<2, true>(high[0], high[1], all_bytes)};
+    out[0] = ordered<0>(q, lanes);
+    out[1] = ordered<1>(q, lanes);
+    out[2] = ordered<2>(q, lanes);
+    out[3] = ordered<3>(q, lanes);
 }

@@ -12,19 +12,21 @@ namespace {
 #include "templates.hpp"
 
 // clang-format off: tiles side by side
-template <class U>
-static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
-                        float factor, const int32_t*, int write, const char* next, int64_t step_next) {
-    const bool adds = write == ADDS;
+template <class U> static void tile_kernel(const MicroTile& tile) {
+    const uint32_t *a = tile.a, *b = tile.b;
+    const char* next = tile.next;
+    const int64_t ldc = tile.ldc;
+    const float factor = tile.factor;
+    const bool adds = tile.write == ADDS;
     const bool whole = adds && factor == 1;  // the tiles begin with C; else the sums begin with zero
-    char *to = (char*)c, *half = to + 64 * ldc;
+    char *to = (char*)tile.c, *half = to + 64 * ldc;
     const int64_t ld = 4 * ldc;
     if (whole && U::ELEMENT == E_I8) {
         _tile_loadd(0, to, ld); _tile_loadd(1, to + 64, ld); _tile_loadd(2, half, ld); _tile_loadd(3, half + 64, ld);
     } else {
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     }
-    for (; dwords > 0; dwords -= W, a += step_a, b += step_b, next += step_next) {
+    for (int64_t dwords = tile.dwords; dwords > 0; dwords -= W) {
         for (int line = 0; line < 4; line++) __builtin_prefetch(next + 64 * line, 0, 2);
         _tile_stream_loadd(4, a, 64); _tile_stream_loadd(5, a + 256, 64);
         _tile_loadd(6, b, 128); _tile_loadd(7, b + 16, 128);
@@ -33,15 +35,24 @@ static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, in
         } else {
             _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
         }
+        a += tile.step_a;
+        b += tile.step_b;
+        next += tile.step_next;
     }
     if (U::ELEMENT == E_I8 || !adds) {
         if (U::ELEMENT == E_I8 || factor == 1) {
-            _tile_stored(0, to, ld); _tile_stored(1, to + 64, ld); _tile_stored(2, half, ld); _tile_stored(3, half + 64, ld);
+            _tile_stored(0, to, ld);
+            _tile_stored(1, to + 64, ld);
+            _tile_stored(2, half, ld);
+            _tile_stored(3, half + 64, ld);
             return;
         }
     }
     alignas(64) float sums[32 * 32];
-    _tile_stored(0, sums, 128); _tile_stored(1, sums + 16, 128); _tile_stored(2, sums + 512, 128); _tile_stored(3, sums + 528, 128);
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + 16, 128);
+    _tile_stored(2, sums + 512, 128);
+    _tile_stored(3, sums + 528, 128);
     for (int i = 0; i < 32; i++)
         for (int j = 0; j < 32; j += W) {
             char* at = to + i * ld + 4 * j;
@@ -56,7 +67,10 @@ struct Tiles {
     static constexpr bool IS_TILED = true, BLOCKS = false;
     static void begin() {
         alignas(64) unsigned char config[64] = {1};  // palette 1: eight tiles of 16 rows of 64 bytes
-        for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = 16;
+        for (int i = 0; i < 8; i++) {
+            config[16 + 2 * i] = 64;
+            config[48 + i] = 16;
+        }
         _tile_loadconfig(config);
     }
     static void end() { _tile_release(); }

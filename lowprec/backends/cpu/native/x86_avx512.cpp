@@ -17,7 +17,8 @@ struct Fp32 : Lanes16 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx512 = {W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
+extern const Lanewise lanewise_avx512 = {
+    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
 TARGET_END

@@ -1,20 +1,37 @@
 // What the units with 256-bit vectors share: conversions of float16, stores past the caches, the shape of a tile.
 const int W = 8;
 // Two blocks of 16 bytes, `step` bytes apart.
-template <class V> static inline V blocks_at(const char* at, int64_t step) { return (V)_mm256_loadu2_m128i((const __m128i*)(at + step), (const __m128i*)at); }
-template <class V> static inline V widen_u8(const void* at) { return (V)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
-template <class V> static inline V widen_i8(const void* at) { return (V)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
-template <class V> static inline V widen_u16(const void* at) { return (V)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)); }
-template <class V> static inline V load_f16_as(const void* at) { return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+template <class V> static inline V blocks_at(const char* at, int64_t step) {
+    return (V)_mm256_loadu2_m128i((const __m128i*)(at + step), (const __m128i*)at);
+}
+template <class V> static inline V widen_u8(const void* at) {
+    return (V)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at));
+}
+template <class V> static inline V widen_i8(const void* at) {
+    return (V)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+}
+template <class V> static inline V widen_u16(const void* at) {
+    return (V)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+}
+template <class V> static inline V load_f16_as(const void* at) {
+    return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
+}
 // E4M3 numbers times 2^-8; 480 is NaN. E4M3 is float16 with another bias and 4 bits of its exponent.
 template <class V> static inline V small_e4m3(const void* at) {
     const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)at)), 7);
     return (V)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbfff)));
 }
-template <class H, class V> static inline H narrowed_f16(V x) { return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
-template <class V> static inline V round_f16(V x) { return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
+template <class H, class V> static inline H narrowed_f16(V x) {
+    return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+}
+template <class V> static inline V round_f16(V x) {
+    return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
 template <class V> static inline void stream(void* to, V x) { _mm256_stream_ps((float*)to, (__m256)x); }
-static inline void copy_some(void* to, const void* from, int bytes) { memset(to, 0, 4 * W), memcpy(to, from, (size_t)bytes); }
+static inline void copy_some(void* to, const void* from, int bytes) {
+    memset(to, 0, 4 * W);
+    memcpy(to, from, (size_t)bytes);
+}
 template <class V> static inline void put_some(void* to, V x, int bytes) {
     if (sizeof x == 32 && bytes % 4 == 0) {
         const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -34,18 +51,24 @@ template <class F, class V> static inline __attribute__((always_inline)) F e2m1(
     return (F)_mm256_or_ps(magnitudes, _mm256_and_ps((__m256)(codes << 28), _mm256_set1_ps(-0.0f)));
 }
 // The bytes of 16 bytes of a table, by indices below 16 in the same 16 bytes; x * y + z, rounded once.
-template <class V> static inline V shuffled(V table, V at) { return (V)_mm256_shuffle_epi8((__m256i)table, (__m256i)at); }
+template <class V> static inline V shuffled(V table, V at) {
+    return (V)_mm256_shuffle_epi8((__m256i)table, (__m256i)at);
+}
 template <class V> static inline V fused(V x, V y, V z) { return (V)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
 
 struct Lanes8 : lp::Vectors {
     static constexpr int ROWS = 6, COLUMNS = 2, FEW = 4, OFFSET = 0;
-    // Four dwords of b, bytes up to 24 or signed ones, times those of a: sums of pairs fit 16 bits, of all 16 those of the former.
-    template <int BITS, class S, class V> static inline __attribute__((always_inline)) S sum16(S sum, const V* b, const uint32_t* a) {
+    // Four dwords of b, bytes up to 24 or signed ones, times those of a: sums of pairs fit 16 bits, of all 16 those of
+    // the former.
+    template <int BITS, class S, class V> static inline __attribute__((always_inline)) S sum16(S sum, const V* b,
+                                                                                               const uint32_t* a) {
         const __m256i ones = _mm256_set1_epi16(1);
         __m256i pairs = _mm256_setzero_si256(), found = (__m256i)sum;
         _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
             const __m256i x = _mm256_set1_epi32((int)a[i]), w = (__m256i)b[i];
-            if (BITS == 8) found = _mm256_add_epi32(found, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), ones));
+            if (BITS == 8)
+                found = _mm256_add_epi32(
+                    found, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), ones));
             else pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w, x));
         }
         return (S)(BITS == 8 ? found : _mm256_add_epi32(found, _mm256_madd_epi16(pairs, ones)));
