@@ -27,6 +27,9 @@ from lowprec.util.tracing import uncompiled
 
 __all__ = ["LayerError", "RunComparison", "compare"]
 
+#: The operator of JAX, whose layers are lines, for which there are no rules.
+_OF_JAX = "dot_general"
+
 
 @uncompiled
 def compare(
@@ -95,6 +98,8 @@ def _alone(run: Run, reference: Mode) -> dict[str, dict[str, Mode]]:
     """Return the modes of each layer alone; of a layer with products in two modes, a quantising one."""
     modes: dict[str, Mode] = {}
     for x in run.observed:
+        if x.operator == _OF_JAX:
+            continue
         mode = parse_mode(x.mode or reference)
         for layer in x.layer.split("|"):
             if mode != reference and (layer not in modes or row(mode).quantizes):
@@ -107,6 +112,7 @@ def _recorded(function: Callable[[], Any], scope: intercept, recorder: Recorder 
     scope.recorder = recorder
     with _same_random_numbers(), scope:
         numbers = list(_numbers(function()))
+        scope.settle()
     others = [p for part in scope.parts if not part.observes for p in part.report().products]
     return Run(recorder.products if recorder else (), others), numbers
 
@@ -157,6 +163,7 @@ class ProcessRecord:
 
     def add(self, library: Interception) -> None:
         """Record the products of a library, once the program has ended."""
+        library.settle()
         if not library.observes:
             self._others += library.report().products
 

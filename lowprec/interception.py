@@ -75,6 +75,10 @@ class intercept(Interception):
         """The interceptions of the single libraries."""
         return self._parts.values()
 
+    def settle(self) -> None:
+        for part in self.parts:
+            part.settle()
+
     def step(self) -> None:
         """Begin the next training step, as :meth:`lowprec.torch.intercept.step` does."""
         self._options["step"] += 1

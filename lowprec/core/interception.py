@@ -105,6 +105,9 @@ class Interception(ContextScope):
             mode = self._modes[key] = first_match(self.rules, layer, routine)
             return mode
 
+    def settle(self) -> None:
+        """Wait for products that are still being recorded."""
+
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""
         return self.ledger.report(repr(self), self._remarks(), self.statistics)

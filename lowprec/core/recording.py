@@ -25,13 +25,15 @@ _MOST_SKETCHES = 8192
 
 
 NO_LAYER = "(no layer)"
+#: The pass of products of which it is unknown, as JAX's.
+ANY_PASS = "any"
 
 
 class Observed(NamedTuple):
     """One product of a run."""
 
     layer: str
-    phase: str  # "forward", "grad_input", "grad_weight", or "backward" where the gradient is unknown
+    phase: str  # "forward", "grad_input", "grad_weight", "backward" for other gradients, or ANY_PASS
     operator: str
     mode: str  # empty where the library computed it
     multiplications: int

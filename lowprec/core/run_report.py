@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lowprec import plotting
 from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import PrintedLine
-from lowprec.core.recording import Observed, distance
+from lowprec.core.recording import ANY_PASS, Observed, distance
 from lowprec.report import Report
 from lowprec.util.atomic import write_file
 from lowprec.util.page import page
@@ -39,7 +39,7 @@ class LayerError(NamedTuple):
     """
 
     layer: str  #: Name of the layer, or the library's name of the operator where no product is observed.
-    phase: str  #: ``"forward"``, ``"grad_input"``, ``"grad_weight"``, or ``"backward"`` for products without a layer.
+    phase: str  #: ``"forward"``, ``"grad_input"``, ``"grad_weight"``, ``"backward"`` for other gradients, or ``"any"``.
     mode: str  #: The mode; empty where the library computed the products.
     calls: int
     share: float  #: Of the multiplications of the run.
@@ -48,6 +48,11 @@ class LayerError(NamedTuple):
     underflow: float  #: Largest share of numbers of an operand that the mode rounds to zero, as in OperandStatistics.
     clipped: float  #: Largest share of numbers of an operand beyond the largest one of their block.
     blame: float | None = None  #: Squared change with this layer alone in its mode, relative to the squared change.
+
+    @property
+    def place(self) -> str:
+        """The layer and its pass."""
+        return self.layer if self.phase == ANY_PASS else f"{self.layer} ({self.phase})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ class RunComparison(Report):
 
     def _erring(self) -> str:
         largest = [x for x in self.layers if x.own_error and math.isfinite(x.own_error)][:1]
-        return "".join(f"the largest own error is {percent(x.own_error)}, of {x.layer} ({x.phase})" for x in largest)
+        return "".join(f"the largest own error is {percent(x.own_error)}, of {x.place}" for x in largest)
 
     def tables(self) -> list[Table]:
         columns = ["layer", "pass", "mode", ">calls", ">share", ">own error", ">drift", ">underflow", ">clipped"]
@@ -145,7 +150,7 @@ class RunComparison(Report):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to an HTML file, atomically: tables that sort by a click, and bars of the errors."""
         bars = {
-            f"{x.layer} ({x.phase})": [y if y and math.isfinite(y) else 0.0 for y in (x.own_error, x.drift)]
+            x.place: [y if y and math.isfinite(y) else 0.0 for y in (x.own_error, x.drift)]
             for x in self.layers
             if x.own_error is not None or x.drift is not None
         }
@@ -155,7 +160,7 @@ class RunComparison(Report):
 
     def figure(self) -> Any:
         found = [x for x in self.layers if x.own_error or x.drift]
-        names, note = plotting.first([f"{x.layer}, {x.phase}" for x in found])
+        names, note = plotting.first([x.place for x in found])
         figure, ((panel,),) = plotting.figure(1.6 + 0.22 * len(names))
         errors = {"own error": "own_error", "drift": "drift"}
         plotting.dots(

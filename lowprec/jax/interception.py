@@ -26,6 +26,7 @@ from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
 from lowprec.jax.lowering import axes_of, multiply
+from lowprec.jax.observing import Observer
 from lowprec.modes import MathMode, Mode, row
 
 
@@ -64,11 +65,20 @@ class intercept(Interception):
     {'dot_general'}
     """
 
+    observes = True
+
     def __init__(self, math_mode: RulesLike) -> None:
         super().__init__(math_mode)
+        self._observer: Observer | None = None
 
     def _key(self) -> Any:
-        return self.rules, _default_precision(jax.config.jax_default_matmul_precision)
+        if self.recorder is not None:
+            self._observer = Observer(self.recorder)
+        return self.rules, _default_precision(jax.config.jax_default_matmul_precision), self._observer
+
+    def settle(self) -> None:
+        if self._observer is not None:
+            self._observer.settle()
 
     def _install(self) -> None:
         _register(lax.dot_general_p, _lower_product)
@@ -137,7 +147,7 @@ def _register(primitive: Any, rule: Callable[..., Any]) -> None:
 def _lower_product(own: Callable[..., Any], platform: str | None, ctx: Any, a: Any, b: Any, **params: Any) -> Any:
     if _thread.is_busy or _context.value is None:
         return own(ctx, a, b, **params)
-    rules, default = _context.value
+    rules, default, observer = _context.value
     mode, reason = _mode_of(ctx, rules, params["dimension_numbers"])
     if policy.is_guarded():  # which sets JAX's default
         default = _default_precision(jax.config.jax_default_matmul_precision)
@@ -145,12 +155,26 @@ def _lower_product(own: Callable[..., Any], platform: str | None, ctx: Any, a: A
         reason = PassedBy.PRECISION
     if mode is None or reason is not None:
         _count(ctx, "dot_general", "", reason)
-        return own(ctx, a, b, **params)
+        if observer is None:
+            return own(ctx, a, b, **params)
+        compute = functools.partial(lax.dot_general_p.bind, **params)
+        return _lowered(observer.observed(ctx, _name_of(ctx), "", params, compute, None), ctx, a, b)
     _count(ctx, "dot_general", mode.value, None)
     compute = functools.partial(
         multiply, dimensions=params["dimension_numbers"], out_sharding=params.get("out_sharding"), mode=mode.value,
         out_dtype=ctx.avals_out[0].dtype.name, on_gpu=platform in ("cuda", "rocm"),
     )  # fmt: skip
+    if observer is not None:
+        again = None
+        reference = observer.recorder.reference
+        if reference is not None and policy.resolve(reference).mode != mode:
+            again = functools.partial(compute, mode=policy.resolve(reference).mode.value)
+        compute = observer.observed(ctx, _name_of(ctx), mode.value, params, compute, again)
+    return _lowered(compute, ctx, a, b)
+
+
+def _lowered(compute: Callable[..., Any], ctx: Any, a: Any, b: Any) -> Any:
+    """Lower the operations of a product by JAX's own rules."""
     _thread.is_busy = True
     try:
         return mlir.lower_fun(compute, multiple_results=False)(ctx, a, b)
@@ -185,6 +209,11 @@ def _layer_of(ctx: Any) -> Layer:
     parts = [part for part, _ in groupby(filter(None, found))]
     path = ".".join(parts)
     return tuple((path, part) for part in parts)
+
+
+def _name_of(ctx: Any) -> str:
+    layer = _layer_of(ctx)
+    return layer[0][0] if layer else ""
 
 
 def _names_of(ctx: Any) -> tuple[str, str]:
@@ -229,8 +258,7 @@ def _lower_other(own: Callable[..., Any], platform: str | None, ctx: Any, *opera
 
 def _count(ctx: Any, operator: str, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
-    layer = _layer_of(ctx)
-    name = layer[0][0] if layer else ""
+    name = _name_of(ctx)
     is_backward = "transpose(" in str(ctx.name_stack)
     found = LedgerRow(name, operator, ctx.avals_in[0].dtype.name, is_backward, mode, reason)
     if (block := intercept._innermost()) is not None:

@@ -18,7 +18,7 @@ caption { font-weight: 600; padding: .5rem 0; }
 th, td { border-bottom: 1px solid #8886; padding: .25rem .75rem .25rem 0; white-space: nowrap; }
 th { cursor: pointer; }
 th:hover, th:focus { text-decoration: underline; }
-.bars { display: grid; gap: .2rem .75rem; grid-template-columns: minmax(6rem, max-content) 1fr; }
+.bars { display: grid; gap: .2rem .75rem; grid-template-columns: fit-content(60%) 1fr; }
 .bars span { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .bars i { display: block; height: .45rem; margin: .1rem 0; min-width: 1px; }
 .key i { display: inline-block; height: .6rem; margin: 0 .4rem 0 1rem; width: .6rem; }
@@ -82,4 +82,5 @@ def _bars(bars: Mapping[str, Sequence[float]], series: Sequence[str]) -> str:
             for colour, x in zip(_COLOURS, lengths, strict=False)
         )
         rows.append(f'<span title="{escape(name)}">{escape(name)}</span><div>{each}</div>')
-    return f'<h2>Errors by layer</h2><p class="key">{keys}</p><div class="bars">{"".join(rows)}</div>'
+    scale = f"the longest bar is {longest:.1e}"
+    return f'<h2>Errors by layer ({scale})</h2><p class="key">{keys}</p><div class="bars">{"".join(rows)}</div>'

@@ -192,7 +192,7 @@ def test_a_report_has_a_figure_and_plain_values(torch, tmp_path):
     assert found.to_dict()["layers"][0]["layer"] == "Linear"
     pytest.importorskip("matplotlib", reason="matplotlib draws the figures")
     found.plot(tmp_path / "run.svg")
-    assert "Linear, forward" in (tmp_path / "run.svg").read_text()
+    assert "Linear (forward)" in (tmp_path / "run.svg").read_text()
 
 
 def test_a_page_is_complete(torch, tmp_path):
