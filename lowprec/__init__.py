@@ -29,6 +29,7 @@ from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_controller, set_math_mode
 from lowprec.policy.scopes import on_verify as _on_verify
 from lowprec.recipes import Recipe
+from lowprec.rounding_rules import Format
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, emulation, linalg, testing
@@ -77,7 +78,7 @@ _OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "numpy": "numpy", "torch":
 
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
-    "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
+    "EnvironmentVariableError", "Format", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
     "QuantizedArray", "Recipe", "SettingError", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError",
     "__version__", "amp", "audit", "autotune", "check", "compare", "cublas_handle", "einsum", "emulate", "emulation",
     "fp32_guard", "get_math_mode", "info", "intercept", "linalg", "linear", "math_mode", "matmul", "plan", "prepare",

@@ -10,8 +10,10 @@ DLPack ``dlpack.h`` (type codes); CUDA ``library_types.h`` (``cudaDataType``).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import Enum, unique
+from functools import cache
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -74,13 +76,46 @@ FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
 FLOAT8_E8M0FNU = NumberFormat("float8_e8m0fnu", 1, -127, 127, 2.0**127, has_infinity=False)  # powers of two, unsigned
 FLOAT4_E2M1FN = NumberFormat("float4_e2m1fn", 2, 0, 2, 6.0, has_infinity=False)  # without NaN
 INT8 = NumberFormat("int8", 7, 0, 6, 127.0, has_infinity=False)  # with a scale: symmetric integers
-#: int8 and int4: spacing 1, no exponent.
+#: int8 and int4: spacing 1, no exponent. Codes of int4 are from -8 to 7; those of int8 are symmetric.
 INT8_CODES = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
-INT4_CODES = NumberFormat("int4", 4, 3, 2, 7.0, has_infinity=False)
+INT4_CODES = NumberFormat("int4", 4, 3, 3, 8.0, has_infinity=False)
 UINT4_CODES = NumberFormat("uint4", 5, 4, 3, 15.0, has_infinity=False)
 
 #: Formats of elements by their names in rules (`recipes.Rule`).
 ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": INT8_CODES}
+
+
+_NAME = re.compile(r"e(\d)m(\d)(none|nan|ieee|fnuz)?(?:b(-?\d+))?")
+
+
+@cache
+def number_format(name: str) -> NumberFormat:
+    """Return the format of elements of this name: ``"e3m2"``, with its special values and bias ``"e4m3fnuzb9"``.
+
+    Special values: ``none``; ``nan``, all bits one; ``ieee``, Inf and NaN with the largest exponent; ``fnuz``, a NaN in
+    the place of -0, and a bias of one more. E4M3 has ``nan`` by default and E5M2 ``ieee``, as in OCP's specification.
+    """
+    if name in ELEMENTS:
+        return ELEMENTS[name]
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise DTypeError(f"{quoted(name)} is not a format of elements, such as 'e3m2' or 'e4m3fnuz'")
+    exponent, mantissa = map(int, found.groups()[:2])
+    specials = found[3] or "none"
+    bias = (1 << exponent >> 1) - (specials != "fnuz")
+    if found[4]:
+        bias = int(found[4])
+    top = (1 << exponent) - 1 - bias
+    significand = 2.0 - 2.0**-mantissa
+    if specials == "nan":
+        significand -= 2.0**-mantissa
+    if specials == "ieee" or (specials == "nan" and not mantissa):
+        top -= 1
+        significand = 2.0 - 2.0**-mantissa
+    bits = exponent + mantissa + 1
+    if not (2 <= bits <= 8 and exponent > 0 and -100 <= 1 - bias <= top <= 100):
+        raise DTypeError(f"{name} is not a format of 2 to 8 bits with exponents from -100 to 100")
+    return NumberFormat(name, mantissa + 1, 1 - bias, top, significand * 2.0**top, has_infinity=specials == "ieee")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +139,11 @@ class BlockFormat:
     def has_float_scales(self) -> bool:
         """Whether the numbers with their scales need float32; otherwise bfloat16 represents them."""
         return self.scales == FLOAT32
+
+    @property
+    def reach(self) -> float:
+        """The magnitude that the largest number of a block becomes before it is rounded: half of int4's range."""
+        return 7.5 if self.elements == INT4_CODES else self.elements.largest
 
     @property
     def has_zeros(self) -> bool:

@@ -15,6 +15,7 @@ from lowprec import formats, recipes
 from lowprec.errors import ModeError, did_you_mean, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
 from lowprec.recipes import Recipe
+from lowprec.rounding_rules import NAMED, Format
 from lowprec.util.plain import StrEnum
 
 if TYPE_CHECKING:
@@ -281,12 +282,14 @@ def mode_names() -> str:
 _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 
 
-def parse_mode(name: str | Mode, what: str = "math_mode") -> Mode:
+def parse_mode(name: str | Mode | Format, what: str = "math_mode") -> Mode:
     """Return the mode of this name or alias, in any case, or the recipe of a text; ``what`` begins a ModeError."""
     found: Mode | None = None
+    if isinstance(name, Format):
+        name = Recipe(str(name))
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
-        if found is None and ("(" in name or "/" in name):
+        if found is None and (not {"(", "/", ":"}.isdisjoint(name) or name in NAMED):
             name = recipes.parse_recipe(name)
     if isinstance(name, Recipe):  # a recipe without details is its mode
         found = _BY_NAME.get(str(name)) or name
@@ -314,4 +317,4 @@ ArchitectureName: TypeAlias = Literal["volta", "ampere", "ada", "hopper", "black
 # end of generated
 
 #: A mode as an argument.
-ModeLike: TypeAlias = ModeName | Mode
+ModeLike: TypeAlias = ModeName | Mode | Format

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from lowprec import formats
 from lowprec.errors import ModeError, did_you_mean, quoted
-from lowprec.rounding_rules import FORMATS, Rule
+from lowprec.rounding_rules import FORMATS, Format, Rule, rules_of_format
 
 ScaleRule: TypeAlias = Literal["floor", "rceil", "even"]
 Rounding: TypeAlias = Literal["nearest", "stochastic", "stochastic_gradients"]
@@ -42,10 +42,11 @@ class Recipe:
 
     Parameters
     ----------
-    forward : str or pair of str
+    forward : str, Format, or pair of these
         Format of both operands, or those of ``a`` and ``b``: ``"fp8"``, ``"fp8_rows"``, ``"fp8_blocks"``, ``"mxfp8"``,
         ``"mxfp4"``, ``"nvfp4"``, ``"int8"``, ``"int8_blocks"``, or one of the first four with E5M2 elements
-        (``"fp8_e5m2"``).
+        (``"fp8_e5m2"``); ``"mxfp6"``, ``"mxfp6_e2m3"``, ``"fp6_rows"``, ``"fp8_fnuz"``, ``"fp8_fnuz_e5m2"``, or a
+        :class:`lowprec.Format`.
     grad_input, grad_weight : str or pair of str, optional
         Formats of the products of the backward pass; by default those of ``forward``. Also a mode that does not
         quantise: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bf16x3"`` or ``"bf16x6"``.
@@ -136,7 +137,7 @@ class Recipe:
                 raise ModeError(f"{name}={text} has no effect on a recipe of {_text(self.forward)}; omit {name}=")
 
     def in_pass(self, product: Pass) -> str | Recipe:
-        """Return the recipe of one of the three products, or the name of a mode that does not quantise."""
+        """Return the recipe of one of the three products, or its mode's name."""
         names = getattr(self, product)
         if isinstance(names, str) and names in PLAIN:
             return names
@@ -187,7 +188,8 @@ class Recipe:
     def base(self) -> str:
         """Name of the mode of ``a`` in the forward product."""
         name, _ = _pair(self.forward)
-        return str(name).removesuffix("_e5m2")
+        base = str(name).removesuffix("_e5m2")
+        return base if base in MODES else "mxfp8"
 
     @property
     def draw(self) -> int:
@@ -267,24 +269,35 @@ _READERS: dict[str, Any] = {
 }
 
 
+def _canonical(name: Any) -> Any:
+    """Return the text of a format; other objects unchanged."""
+    if isinstance(name, Format):
+        return str(name)
+    if isinstance(name, str) and ":" in name:
+        return str(Format.parse(name))
+    return name
+
+
 def _checked_pair(name: str, value: Any) -> Any:
     """Return a format, or a pair of two different ones; raise ModeError for others."""
     if value is None and name != "forward":
         return None
-    pair = _pair(value)
+    pair = _pair(str(value) if isinstance(value, Format) else value)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ModeError(f"{name} of a recipe is a format or a pair of formats, got {quoted(value)}")
     if isinstance(value, str) and value in PLAIN and name != "forward":
         return str(value)
+    pair = tuple(_canonical(each) for each in pair)
     for each in pair:
-        if not isinstance(each, str) or each not in FORMATS:
+        if not isinstance(each, str) or (each not in FORMATS and ":" not in each):
             raise ModeError(
                 f"{name} of a recipe: {quoted(each)} is not a format; choose from: {', '.join(FORMATS)}"
                 f"{did_you_mean(each, FORMATS)}"
             )
     a, b = map(str, pair)
     families = {x.removesuffix("_e5m2") for x in (a, b)}
-    if len(families) > 1 and not families.isdisjoint(_ALONE):
+    alone = {x.removesuffix("_e5m2") for x in (a, b) if rules_of_format(x)[0].block_scale == "float32" and ":" in x}
+    if len(families) > 1 and not families.isdisjoint({*_ALONE, *alone}):
         raise ModeError(f"{name} of a recipe: {a} and {b} cannot be multiplied; {' and '.join(_ALONE)} need one format")
     if a == b:
         return a
@@ -320,7 +333,7 @@ def _formats_of(recipe: Recipe, product: str) -> tuple[Rule, ...]:
     if names in PLAIN:
         return ()
     a, b = _pair(names)
-    return FORMATS[a][0], FORMATS[b][1]
+    return rules_of_format(a)[0], rules_of_format(b)[1]
 
 
 @cache

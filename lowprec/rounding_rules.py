@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lowprec import formats
+from lowprec.errors import DTypeError, ModeError, quoted
 from lowprec.formats import BlockFormat, NumberFormat
 
 
 class Rule(NamedTuple):
     """How one operand is rounded along the inner axis k: plain numbers and short strings."""
 
-    elements: str  # key of `formats.ELEMENTS`
+    elements: str  # name for `formats.number_format`
     scaling: str  # "tensor", "vector" (along k), "block"
     block: tuple[int, int] = (1, 0)  # vectors and elements along k with a common scale
     block_scale: str = ""  # a `ScaleRule`: powers of two; "e4m3" with a scale of the tensor; "float32"
@@ -26,14 +28,17 @@ class Rule(NamedTuple):
         """The format of the elements; None for integers."""
         if self.elements == "int8":
             return None
-        return formats.ELEMENTS[self.elements]
+        return formats.number_format(self.elements)
 
     @property
     def codes(self) -> str:
         """Name of the format of integers in blocks to which the rule rounds; empty if it is none."""
-        if self.block[0] > 1:
-            return ""
-        return _CODES.get((self.elements, self.block_scale), "")
+        return _CODES.get((self.elements, self.block_scale, self.block), "")
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the compiled library rounds to the elements."""
+        return self.elements in formats.ELEMENTS
 
     @property
     def is_stochastic(self) -> bool:
@@ -78,11 +83,11 @@ class Rule(NamedTuple):
 
 
 _CODES = {
-    ("e2m1", "floor"): "mxfp4",
-    ("e2m1", "rceil"): "mxfp4",
-    ("e2m1", "even"): "mxfp4",
-    ("e2m1", "e4m3"): "nvfp4",
-    ("int8", "float32"): "int8_blocks",
+    ("e2m1", "floor", (1, 32)): "mxfp4",
+    ("e2m1", "rceil", (1, 32)): "mxfp4",
+    ("e2m1", "even", (1, 32)): "mxfp4",
+    ("e2m1", "e4m3", (1, 16)): "nvfp4",
+    ("int8", "float32", (1, 32)): "int8_blocks",
 }
 _SCALES = {
     "floor": "powers of two as scales",
@@ -116,3 +121,129 @@ FORMATS = {name: _rules_of(row, _ELEMENTS[row.elements]) for name, row in _MODES
 FORMATS |= {
     f"{name}_e5m2": _rules_of(row, "e5m2") for name, row in _MODES.items() if row.elements is formats.FLOAT8_E4M3FN
 }
+
+
+_SCALE_NAMES = {"e8m0": "floor", "e4m3": "e4m3", "float32": "float32"}
+_DEFAULTS = {(4, 3): "nan", (5, 2): "ieee"}
+#: Lengths of the blocks of a `Format`.
+_LENGTHS = ("tensor", "rows", 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of 2 to 8 bits with scales, accepted wherever the name of a mode is.
+
+    Products of a format without compiled kernels are rounded and multiplied by NumPy in FP32, which the plan shows.
+
+    Parameters
+    ----------
+    exponent, mantissa : int
+        Bits of the exponent, from 1, and of the significand after the point.
+    specials : {"none", "nan", "ieee", "fnuz"}, optional
+        Codes that are no numbers: none; all bits one is NaN; the largest exponent is Inf and NaN; -0 is NaN, with a
+        bias of one more. By default those of OCP's E4M3 (``"nan"``) and E5M2 (``"ieee"``), none for others. Rounding
+        saturates: numbers beyond the largest one become that.
+    bias : int, optional
+        Of the exponent, by default 2^(exponent - 1) - 1.
+    block : {"tensor", "rows", 16, 32, 64, 128}
+        Numbers with a common scale: all, a vector along the axis that is summed over, or as many along it.
+    scale : {"float32", "e8m0", "e4m3"}
+        Type of the scales of blocks: E8M0 is a power of two, by the ``scale_rule`` of a recipe; with E4M3 there is a
+        float32 scale of the tensor, too.
+
+    Raises
+    ------
+    ModeError
+        The format is not possible.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> mxfp6 = lowprec.Format(3, 2, block=32, scale="e8m0")
+    >>> str(mxfp6), mxfp6 == lowprec.Format.parse("e3m2:block=32:scale=e8m0")
+    ('e3m2:block=32:scale=e8m0', True)
+    >>> lowprec.matmul(np.full((1, 32), 27, np.float32), np.ones((32, 1), np.float32), math_mode=mxfp6)
+    array([[896.]], dtype=float32)
+    """
+
+    exponent: int
+    mantissa: int
+    specials: str | None = None
+    bias: int | None = None
+    block: int | str = "tensor"
+    scale: str = "float32"
+
+    def __post_init__(self) -> None:
+        default = _DEFAULTS.get((self.exponent, self.mantissa), "none")
+        if self.specials is None:
+            object.__setattr__(self, "specials", default)
+        standard = (1 << self.exponent >> 1) - (self.specials != "fnuz") if isinstance(self.exponent, int) else None
+        if self.bias == standard:
+            object.__setattr__(self, "bias", None)
+        try:
+            formats.number_format(self.elements)
+        except DTypeError as error:
+            raise ModeError(f"{self!r}: {error}") from None
+        if self.block not in _LENGTHS:
+            raise ModeError(f"block of a format is {', '.join(map(repr, _LENGTHS))}, got {quoted(self.block)}")
+        if self.scale not in _SCALE_NAMES:
+            raise ModeError(f"scale of a format is {', '.join(_SCALE_NAMES)}, got {quoted(self.scale)}")
+        if self.scale != "float32" and isinstance(self.block, str):
+            raise ModeError(f"scales of a tensor or of rows are float32, got {self.scale}; pass block=32")
+
+    @property
+    def elements(self) -> str:
+        """The name of the elements, as ``"e3m2"``."""
+        name = f"e{self.exponent}m{self.mantissa}"
+        if self.specials != _DEFAULTS.get((self.exponent, self.mantissa), "none"):
+            name += str(self.specials)
+        if self.bias is not None:
+            name += f"b{self.bias}"
+        return name
+
+    @property
+    def rules(self) -> tuple[Rule, Rule]:
+        """The rules of ``a`` and ``b``."""
+        if self.block == "tensor":
+            rule = Rule(self.elements, "tensor")
+        elif self.block == "rows":
+            rule = Rule(self.elements, "vector")
+        else:
+            rule = Rule(self.elements, "block", (1, int(self.block)), _SCALE_NAMES[self.scale])
+        return rule, rule
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        """Return the format of a text; raise ModeError if it is none."""
+        name, *options = text.split(":")
+        found = formats._NAME.fullmatch(name)
+        given: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
+        if found is None or not given.keys() <= {"block", "scale"} or len(given) < len(options):
+            raise ModeError(f"{quoted(text)} is not a format, such as 'e3m2' or 'e3m2:block=32:scale=e8m0'")
+        if given.get("block", "").isdecimal():
+            given["block"] = int(given["block"])
+        bias = None if found[4] is None else int(found[4])
+        return cls(int(found[1]), int(found[2]), found[3], bias, **given)
+
+    def __str__(self) -> str:
+        text = f"{self.elements}:block={self.block}"
+        if self.scale != "float32":
+            text += f":scale={self.scale}"
+        return text
+
+
+#: Named formats, which have no row in the table of modes.
+NAMED = {
+    "mxfp6": Format(3, 2, block=32, scale="e8m0"),
+    "mxfp6_e2m3": Format(2, 3, block=32, scale="e8m0"),
+    "fp8_fnuz": Format(4, 3, "fnuz"),
+    "fp8_fnuz_e5m2": Format(5, 2, "fnuz"),
+    "fp6_rows": Format(3, 2, block="rows"),
+}
+FORMATS |= {name: fmt.rules for name, fmt in NAMED.items()}
+
+
+def rules_of_format(name: str) -> tuple[Rule, Rule]:
+    """Return the rules of ``a`` and ``b`` for a name or the text of a `Format`; raise ModeError for others."""
+    return FORMATS.get(name) or Format.parse(name).rules

@@ -7,6 +7,7 @@ NumPy, which keeps subnormal numbers; JAX flushes them to zero. Integers have 32
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,15 @@ from lowprec.arrays.narrow_numbers import (
     rounded_to_odd,
 )
 from lowprec.arrays.random_words import transformed, words_of
-from lowprec.formats import ELEMENTS, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, FLOAT32, UINT4_CODES, BlockFormat, NumberFormat
+from lowprec.formats import (
+    FLOAT8_E4M3FN,
+    FLOAT8_E8M0FNU,
+    FLOAT32,
+    UINT4_CODES,
+    BlockFormat,
+    NumberFormat,
+    number_format,
+)
 from lowprec.recipes import Rule
 from lowprec.util.strides import Shape
 
@@ -57,7 +66,7 @@ def rounded(
     scale : array of float32 of shape ()
         Scale of the tensor, 1 without one.
     """
-    to = ELEMENTS[rule.elements]
+    to = number_format(rule.elements)
     x = xp.moveaxis(converted(x, xp.float32), axis, -1)
     shape = x.shape
     vectors = shape[-2] if len(shape) > 1 else 1
@@ -276,14 +285,15 @@ def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, .
     if is_float:
         counted = xp.where(finite, magnitude, 0)
     peak = xp.amax(counted, -1)
-    found = _scales(peak, "float32", row.elements, None, xp)
+    reach = replace(row.elements, largest=row.reach)
+    found = _scales(peak, "float32", reach, None, xp)
     divisors = xp.where(found.usable, found.divisors, 1.0)
     codes = nearest_codes(absolute / divisors[:, None], row.elements, xp)
     if is_float:
         sign = (bits >> (8 * bits.itemsize - 8)) & 0x80
         codes = xp.where(finite, codes, 0x7F) | sign
     else:
-        codes = xp.where(bits < 0, -codes, codes)
+        codes = xp.where(bits < 0, -codes, xp.clip(codes, 0, (1 << (row.bits - 1)) - 1))
         codes = xp.where(found.usable[:, None], codes, 0)
         codes = codes & ((1 << row.bits) - 1)
     return _in_bytes(codes, row, xp), found.stored

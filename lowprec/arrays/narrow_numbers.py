@@ -51,10 +51,12 @@ def nearest_codes(x: Any, to: NumberFormat, xp: Any, random: Any = None) -> Any:
     hidden = xp.clip(bits >> 23, 0, 1) << 23
     significand = (bits & (HIDDEN - 1)) | hidden
     below = xp.clip(to.emin - exponent, 0, 300)  # bits of the significand below the smallest number
+    scaled = xp.clip(exponent - to.emin, 0, 255) << stored
     if random is None:
         below = xp.clip(below, 0, stored + 2)  # with stored + 2 the result is 0
         dropped = below + (23 - stored)
-        is_odd = (significand >> dropped) & 1
+        # Of the code; without stored bits it is the exponent's.
+        is_odd = ((significand >> dropped) + scaled) & 1
         half = (1 << (dropped - 1)) - 1
         rounded = (significand + half + is_odd) >> dropped
     else:
@@ -63,7 +65,6 @@ def nearest_codes(x: Any, to: NumberFormat, xp: Any, random: Any = None) -> Any:
         noise = ((random >> 2) & 0x3FFFFFFF) >> (30 - used)
         kept = significand >> xp.clip(dropped - used, 0, 31)
         rounded = (kept + noise) >> used
-    scaled = xp.clip(exponent - to.emin, 0, 255) << stored
     top = max(to.emax, to.emin)
     largest = int(to.largest / 2.0 ** (top - stored))
     largest += (top - to.emin) << stored

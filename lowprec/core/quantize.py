@@ -52,7 +52,7 @@ def quantize(
         - ``"fp8"``: E4M3 with a float32 scale of the array;
         - ``"fp8_rows"``, ``"int8"``: E4M3, or integers from -127 to 127, with a float32 scale for each vector along the
           axis;
-        - ``"int4"``: integers from -7 to 7, or from 0 to 15, with a float32 scale for each group.
+        - ``"int4"``: integers from -8 to 7, or from 0 to 15, with a float32 scale for each group.
     axis : int
         Axis that is divided into blocks; of an operand, the axis that is summed over.
     scale_rule : {"floor", "rceil", "even"}

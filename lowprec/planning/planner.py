@@ -159,6 +159,8 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     a_rule, b_rule = rules = operand_rules(problem, mode)
     if a_rule is None and b_rule is None:
         return replace(_plan(checked, mode), mode_has_effect=False)
+    if not all(rule is None or rule.has_kernels for rule in rules):
+        capabilities = _without_kernels(capabilities, mode)
     piece = piece_length(rules, layout.k, problem.k_chunk, mode)
     on_gpu = capabilities.compute_capability is not None
     if on_gpu:
@@ -195,6 +197,15 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     if on_gpu and plan.flops:
         return _lowered(plan)
     return plan
+
+
+def _without_kernels(capabilities: Capabilities, mode: Mode) -> Capabilities:
+    """Return capabilities without compiled kernels, which round to few formats; those of GPUs round to all."""
+    if capabilities.compute_capability is not None:
+        return capabilities
+    if capabilities.kernels[0].emulates is not None:
+        raise UnsupportedError(f"no tensor cores have the format {mode}; leave the scope of lowprec.emulate")
+    return replace(capabilities, kernels=tuple(kernel for kernel in capabilities.kernels if not kernel.requires))
 
 
 def _piece_plan(problem: GemmProblem, capabilities: Capabilities, length: int, k: int) -> GemmPlan:

@@ -9,6 +9,7 @@ from lowprec.architectures import Architecture
 from lowprec.modes import MathMode, Mode, ModeLike, ModeSource, Recipe, ResolvedMode, parse_mode, row
 from lowprec.policy import entries, environment
 from lowprec.policy.environment import EnvironmentSnapshot
+from lowprec.rounding_rules import Format
 
 #: Modes that the guard does not change. Emulated ones are not among them: they have the error bound of FP32 or FP64,
 #: but the guard promises their arithmetic.
@@ -70,7 +71,7 @@ def get_math_mode() -> Mode:
     return resolve().mode
 
 
-def resolve(argument: str | Mode | None = None) -> ResolvedMode:
+def resolve(argument: str | Mode | Format | None = None) -> ResolvedMode:
     """Return the mode of a call with this ``math_mode=`` argument, with its source.
 
     The first match wins:
@@ -137,7 +138,7 @@ def _at_step(resolved: ResolvedMode, step: int) -> ResolvedMode:
 # Bounded, because a name has many spellings ("TF32", " tf32").
 @functools.lru_cache(maxsize=1024)
 def _resolve(
-    argument: str | Mode | None,
+    argument: str | Mode | Format | None,
     guarded: bool,
     context: Mode | None,
     process: Mode | None,

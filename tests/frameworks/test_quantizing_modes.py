@@ -17,6 +17,8 @@ RECIPES = [
     Recipe("nvfp4", grad_input="mxfp8", rounding="stochastic", seed=9),
     Recipe("fp8_blocks", scale_rule="rceil"),
     Recipe("mxfp4", scale_rule="even", grad_input="bf16", grad_weight="fp32"),
+    Recipe("mxfp6", grad_input="mxfp6_e2m3", rounding="stochastic_gradients", seed=2),
+    "fp8_fnuz",
 ]
 
 

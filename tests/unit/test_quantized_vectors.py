@@ -27,14 +27,14 @@ F32 = np.float32
 def reference(x, name, *, symmetric=True):
     """Return codes, scales, zeros and numbers of finite groups, shape (..., groups, elements)."""
     if symmetric:
-        largest = {"fp8_rows": 448, "int8": 127, "int4": 7}[name]
+        largest = {"fp8_rows": 448, "int8": 127, "int4": 7.5}[name]
         peak, zeros = abs(x).max(-1), None
         scales = np.where(peak > 0, np.maximum((peak / F32(largest)).astype(F32), F32(2.0**-126)), F32(1))
         q = x / scales[..., None]
         if name == "fp8_rows":
             codes = np.clip(q, -448, 448).astype(ml_dtypes.float8_e4m3fn)
             return codes.view(np.uint8), scales, None, codes.astype(F32) * scales[..., None]
-        codes = np.clip(np.rint(q), -largest, largest)
+        codes = np.clip(np.rint(q), -8, 7) if name == "int4" else np.clip(np.rint(q), -127, 127)
         numbers = codes.astype(F32) * scales[..., None]
         return codes.astype(np.int8).view(np.uint8) & (255 if name == "int8" else 15), scales, None, numbers
     low, high = np.minimum(x.min(-1), 0), np.maximum(x.max(-1), 0)

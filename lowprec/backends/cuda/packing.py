@@ -272,7 +272,7 @@ def _quantizing_macros(packing: Packing, rule: Rule, seeks: bool, loads: int) ->
         "TARGET": ELEMENT[packing.dtype],
         "STORED": elements.precision - 1,
         "LEAST_EXPONENT": f"({elements.emin})",
-        "LARGEST": f"{elements.largest:.1f}f",
+        "LARGEST": f"{elements.largest!r}f",
         "SCALING": _SCALINGS[scaling],
         "SCALES": _scales(packing),
         "HIGH": high,

@@ -32,7 +32,9 @@ struct Narrow {
     float largest;
     int emax() const { return (int)(__builtin_bit_cast(uint32_t, largest) >> 23) - 127; }
 };
-static constexpr Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}, {3, 3, 7}};
+static constexpr Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}, {3, 3, 8}};
+// What the largest number of a block becomes before it is rounded.
+INLINE constexpr float reach(int elements) { return elements == LP_NARROW_I4 ? 7.5f : NARROW[elements].largest; }
 INLINE constexpr bool is_integer(int elements) { return elements >= LP_NARROW_I8; }
 
 // Of numbers that are not negative; of a NaN and a number, the number.
@@ -277,7 +279,7 @@ static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t coun
             keep &= (u32v)(multiplier > 0.0f);
             factor = floats(choose(keep, bits(multiplier * j.scale), all(0x7f800000u)));
         } else {
-            factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, to.largest, j.q.powers);
+            factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, reach(j.q.elements), j.q.powers);
             if (j.q.scaling == LP_TENSOR) keep = ~u32v{};
             factor = floats(choose(keep, bits(factor), all(0x7fc00000u)));
             stored = bits(factor);
@@ -379,7 +381,11 @@ static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, 
         const auto put_integer = [&](u32v v) __attribute__((always_inline)) {
             put_u8(CODES ? (char*)codes + c : target, v & keep & (ELEMENTS == LP_NARROW_I4 ? 15u : ~0u));
         };
-        if constexpr (IS_INTEGER && !RANDOM) return put_integer(bits(floats(bits(q) | sign) + 0x1.8p23f));
+        if constexpr (IS_INTEGER && !RANDOM) {
+            f32v v = floats(bits(q) | sign);
+            if (ELEMENTS == LP_NARROW_I4) v = floats(choose((u32v)(v > 7.0f), bits(all_floats(7)), bits(v)));
+            return put_integer(bits(v + 0x1.8p23f));
+        }
         const f32v r = RANDOM ? to_random(q, NUMBERS, get<u32v>(random + c)) : to_nearest(q, NUMBERS);
         if constexpr (IS_INTEGER) {
             put_integer((u32v) __builtin_convertvector(floats(bits(r) | sign), i32v));
