@@ -28,9 +28,9 @@ ALL = "*"
 KEPT = frozenset(["dot", "ger", "lapack"])
 _UNKNOWN: Layer = (("", ""),)
 
-#: Commas outside of parentheses and brackets, and PATTERN=MODE.
+#: Commas outside of parentheses and brackets, and PATTERN=MODE; a colon is part of a format.
 _COMMA = re.compile(r",(?![^(\[]*[)\]])")
-_ITEM = re.compile(r"\s*([^=(]*?)\s*=(.+)", re.DOTALL)
+_ITEM = re.compile(r"\s*([^=(:]*?)\s*=(.+)", re.DOTALL)
 
 
 def parse_rules(given: RulesLike, what: str = "math_mode") -> Rules:

@@ -10,6 +10,7 @@ import pytest
 
 import lowprec
 from lowprec.arrays.narrow_numbers import nearest_codes, numbers_of
+from lowprec.core.rules import parse_rules
 from lowprec.formats import number_format
 from lowprec.modes import parse_mode, rules_of
 from lowprec.recipes import Recipe
@@ -56,6 +57,12 @@ def test_a_format_is_a_value_with_a_text(rng):
         assert hash(again) == hash(fmt)
         assert parse_mode(str(fmt)) == parse_mode(fmt) == Recipe(fmt) == Recipe(str(fmt))
         assert rules_of(parse_mode(fmt)) == fmt.rules
+
+
+def test_rules_have_formats():
+    text = "e3m2:block=32:scale=e8m0"
+    assert parse_rules(text) == parse_rules(NAMED["mxfp6"]) == (("*", Recipe(text)),)
+    assert parse_rules(f"head=e3m2:block=rows,*={text}") == (("head", Recipe("e3m2:block=rows")), ("*", Recipe(text)))
 
 
 def test_rounding_is_exact_for_random_formats(rng):
