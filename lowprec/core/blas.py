@@ -139,6 +139,8 @@ def _describe(to: _Mode, mode: Mode) -> None:
 
 def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
     plan = _plan(mode, dtype)
+    if not plan.kernel_row.packs:
+        raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which has no compiled kernel")
     if plan.quantized is not None:
         to.quantises = True
         to.piece = plan.quantized.k_piece
@@ -150,8 +152,6 @@ def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
             if rule.number_format is None:
                 to.most_k = MAX_K_INT8
         plan = plan.quantized.inner
-    if not plan.kernel_row.packs:
-        raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which has no compiled kernel")
     to.unit[number] = _unit_of(plan)
     to.scheme[number] = descriptions.scheme_of(plan)
 

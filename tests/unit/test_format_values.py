@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import sys
 from fractions import Fraction
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import pytest
 
 import lowprec
 from lowprec.arrays.narrow_numbers import nearest_codes, numbers_of
+from lowprec.backends.cpu import library
 from lowprec.core.rules import parse_rules
 from lowprec.formats import number_format
 from lowprec.modes import parse_mode, rules_of
@@ -168,3 +170,9 @@ def test_recipes_of_formats(rng):
 def test_bad_formats(make, words):
     with pytest.raises(lowprec.ModeError, match=words):
         make()
+
+
+@pytest.mark.skipif(not library.units() or sys.platform != "linux", reason="BLAS calls are taken by kernels, on Linux")
+def test_blas_calls_are_not_taken_in_a_format_without_kernels():
+    with pytest.raises(lowprec.UnsupportedError, match="not taken in mxfp6, which has no compiled kernel"):
+        lowprec.numpy.intercept("mxfp6").__enter__()
