@@ -96,7 +96,7 @@ def test_products_of_jax_are_shares_of_their_number(drawn, tmp_path):
     taken, _ = ([bar.get_width() for bar in bars] for bars in panel.containers)
     # Scopes of one mode share their counts in a process.
     counts = [sum(p.count for p in products) for products in (report.taken, report.products)]
-    assert taken[labels(panel).index("(dot_general)")] == pytest.approx(100 * counts[0] / counts[1])
+    assert taken[labels(panel).index("matmul")] == pytest.approx(100 * counts[0] / counts[1])
     assert counts[0] > 0
 
 
