@@ -279,7 +279,8 @@ static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t coun
             keep &= (u32v)(multiplier > 0.0f);
             factor = floats(choose(keep, bits(multiplier * j.scale), all(0x7f800000u)));
         } else {
-            factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, reach(j.q.elements), j.q.powers);
+            factor =
+                j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, reach(j.q.elements), j.q.powers);
             if (j.q.scaling == LP_TENSOR) keep = ~u32v{};
             factor = floats(choose(keep, bits(factor), all(0x7fc00000u)));
             stored = bits(factor);
