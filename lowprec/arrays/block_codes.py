@@ -288,7 +288,9 @@ def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, .
     reach = replace(row.elements, largest=row.reach)
     found = _scales(peak, "float32", reach, None, xp)
     divisors = xp.where(found.usable, found.divisors, 1.0)
-    codes = nearest_codes(absolute / divisors[:, None], row.elements, xp)
+    # XLA multiplies by the reciprocal of a broadcast divisor, which may change the codes of ties.
+    divisors = xp.broadcast_to(divisors[:, None], absolute.shape)
+    codes = nearest_codes(absolute / divisors, row.elements, xp)
     if is_float:
         sign = (bits >> (8 * bits.itemsize - 8)) & 0x80
         codes = xp.where(finite, codes, 0x7F) | sign

@@ -23,6 +23,7 @@ from lowprec.core.tolerance import mode_of
 from lowprec.errors import ArrayError, DeviceError, LowprecError
 from lowprec.modes import MathMode, Mode, ModeSource, Recipe, ResolvedMode, parse_mode
 from lowprec.planning import Activation, GemmPlan
+from lowprec.rounding_rules import Format
 from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import ACCUMULATOR, CURRENT, OPERATOR, OperatorOptions
 from lowprec.torch.recording import recorded_product
@@ -114,8 +115,10 @@ def _factor(name: str, default: float, given: Any) -> complex:
 
 
 def _name_of(mode: Any) -> Any:
-    """Return the text of a recipe, which the compiler cannot store in a graph."""
-    return mode.value if isinstance(mode, Recipe) else mode
+    """Return the text of a recipe or a format, which the compiler cannot store in a graph."""
+    if isinstance(mode, Recipe):
+        return mode.value
+    return str(mode) if isinstance(mode, Format) else mode
 
 
 def _is_default(name: str, x: Any) -> bool:

@@ -303,7 +303,6 @@ OF_LIBRARIES = {
     "scipy.optimize": {
         "L-BFGS-B": (PASSED, lambda m, a, s: m.minimize(lambda x: ((x - 1) ** 4).sum(), a[0], method="L-BFGS-B")),
         "least_squares": (BOTH, lambda m, a, s: m.least_squares(lambda x: s @ x - a[0], a[0])),
-        "nnls": (PASSED, lambda m, a, s: m.nnls(s.astype(float), a[0].astype(float))),
     },
     "scipy.interpolate": {"RBFInterpolator": (BOTH, lambda m, a, s: m.RBFInterpolator(a[:, :2], a[0])(a[:5, :2]))},
     "scipy.signal": {"convolve": (NEITHER, lambda m, a, s: m.convolve(a, a[:3, :3]))},

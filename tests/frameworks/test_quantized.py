@@ -78,7 +78,10 @@ def test_an_array_known_only_by_dlpack_has_numpy_codes(name):
 def test_torch(torch, name):
     x = draw(3, 5, 70)
     tensor = torch.as_tensor(x)
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+    dtypes = [torch.bfloat16, torch.float16, torch.float64]
+    if name == "int4":
+        dtypes.remove(torch.float64)  # the largest number of a block is a tie in float32 alone
+    for dtype in dtypes:
         same(lowprec.quantize(tensor.to(dtype), name), lowprec.quantize(tensor.to(dtype).float().numpy(), name))
     parameter = torch.nn.Parameter(tensor)
     with pytest.raises(lowprec.ArrayError, match=r"requires grad.*pass tensor\.detach\(\)"):

@@ -13,6 +13,7 @@ def operands():
     torch = load_or_skip(Backend.TORCH).torch
     x = torch.eye(16) + torch.arange(256.0).reshape(16, 16) / 256
     others = {"row": x[0], "ones": torch.ones_like(x), "positive": x @ x.T, "gradients": [x * 1e-9]}
+    others["format"] = lowprec.Format(exponent=3, mantissa=2)
     others["decorated"] = lowprec.math_mode("bf16")(lambda x: lowprec.matmul(x, x))
     kept = {"quantized": lowprec.quantize(x, "mxfp8"), "prepared": lowprec.prepare(x)}
     return {"torch": torch, "lowprec": lowprec, "x": x, **others, **kept}
@@ -47,6 +48,7 @@ UNTRACED = {
 TRACED = {
     "MathMode": ("lowprec.matmul(x, x, math_mode=lowprec.MathMode.BF16)",),
     "Recipe": ("lowprec.matmul(x, x, math_mode=lowprec.Recipe('mxfp8', scale_rule='rceil'))",),
+    "Format": ("lowprec.matmul(x, x, math_mode=format)",),
     "ShapeDtype": ("lowprec.ShapeDtype((2, 2), 'float32').shape",),
     "einsum": ("lowprec.einsum('ij,jk,kl->il', x, x, x)",),
     "emulate": ("with lowprec.emulate('hopper'): found = lowprec.matmul(x, x, math_mode='bf16')",),
