@@ -186,9 +186,11 @@ class Format:
         except DTypeError as error:
             raise ModeError(f"{self!r}: {error}") from None
         if self.block not in _LENGTHS:
-            raise ModeError(f"block of a format is {', '.join(map(repr, _LENGTHS))}, got {quoted(self.block)}")
+            raise ModeError(
+                f"block of a format must be one of {', '.join(map(repr, _LENGTHS))}, got {quoted(self.block)}"
+            )
         if self.scale not in _SCALE_NAMES:
-            raise ModeError(f"scale of a format is {', '.join(_SCALE_NAMES)}, got {quoted(self.scale)}")
+            raise ModeError(f"scale of a format must be one of {', '.join(_SCALE_NAMES)}, got {quoted(self.scale)}")
         if self.scale != "float32" and isinstance(self.block, str):
             raise ModeError(f"scales of a tensor or of rows are float32, got {self.scale}; pass block=32")
 

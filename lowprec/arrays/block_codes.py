@@ -19,6 +19,7 @@ from lowprec.arrays.narrow_numbers import (
     magnitudes,
     nearest_codes,
     numbers_of,
+    of_each,
     rounded_to_odd,
 )
 from lowprec.arrays.random_words import transformed, words_of
@@ -257,7 +258,7 @@ def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "fl
     found = _scales(peak, kind, row.elements, whole, xp)
     usable = finite & found.usable
     divisors = xp.where(usable, found.divisors, 1.0)
-    quotients = found.quotients(absolute, divisors[:, None])
+    quotients = found.quotients(absolute, of_each(divisors, absolute, xp))
     codes = nearest_codes(quotients, row.elements, xp) | sign
     codes = xp.where(usable[:, None], codes, 0)
     scales = xp.where(finite, found.stored, not_a_number)
@@ -288,9 +289,7 @@ def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, .
     reach = replace(row.elements, largest=row.reach)
     found = _scales(peak, "float32", reach, None, xp)
     divisors = xp.where(found.usable, found.divisors, 1.0)
-    # XLA multiplies by the reciprocal of a broadcast divisor, which may change the codes of ties.
-    divisors = xp.broadcast_to(divisors[:, None], absolute.shape)
-    codes = nearest_codes(absolute / divisors, row.elements, xp)
+    codes = nearest_codes(absolute / of_each(divisors, absolute, xp), row.elements, xp)
     if is_float:
         sign = (bits >> (8 * bits.itemsize - 8)) & 0x80
         codes = xp.where(finite, codes, 0x7F) | sign
@@ -314,7 +313,7 @@ def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp:
     has_numbers = (low > 0) | (high > 0)
     scales = converted(xp.where(has_numbers, scales, 1.0), xp.float32)
     zeros = nearest_codes(low / scales, row.elements, xp)
-    codes = nearest_codes(absolute / scales[:, None], row.elements, xp)
+    codes = nearest_codes(absolute / of_each(scales, absolute, xp), row.elements, xp)
     signed = xp.where(x < 0, -codes, codes)
     codes = signed + zeros[:, None]
     codes = xp.clip(codes, 0, int(row.elements.largest))

@@ -85,6 +85,14 @@ def numbers_of(codes: Any, of: NumberFormat, bits: int, xp: Any) -> Any:
     return xp.where(codes < sign, values, -values)
 
 
+def of_each(of_blocks: Any, x: Any, xp: Any) -> Any:
+    """Return the divisor of each number of ``x``, shape (blocks, numbers), from those of the blocks.
+
+    XLA multiplies by the reciprocal of a divisor that the division itself broadcasts, which changes codes.
+    """
+    return xp.broadcast_to(of_blocks[:, None], x.shape)
+
+
 def array_scale(blocks: Iterable[Any], row: BlockFormat, xp: Any) -> float:
     """Return the scale of an array, given in parts, by its largest finite magnitude."""
     if not row.has_scale:

@@ -24,23 +24,21 @@ from lowprec.formats import DType
 from lowprec.modes import Mode, ResolvedMode
 from lowprec.planning import parse_activation
 
-#: By ``Delegate.product``: the module whose ``product`` computes a library's own product. The only place where a lower
-#: layer names the modules of layer 7.
-PRODUCTS = {"torch": "lowprec.torch.functions", "jax": "lowprec.jax.product", "dask": "lowprec.dask"}
-
 _IN_PLACE = ("out", "k_chunk", "scale_a", "scale_b")
-#: Keywords that these products do not take.
-_LACKS = {
-    "torch": _IN_PLACE,
-    "jax": _IN_PLACE,
-    "dask": ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b"),
+#: By ``Delegate.product``: the module whose ``product`` computes a library's own product, and keywords that it does not
+#: take. The only place where a lower layer names the modules of layer 7.
+PRODUCTS = {
+    "torch": ("lowprec.torch.functions", _IN_PLACE),
+    "jax": ("lowprec.jax.product", _IN_PLACE),
+    "dask": ("lowprec.dask", ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b")),
 }
 
 
 @functools.cache
 def _product_function(name: str) -> Any:
     """Return the function of a library from a call, its mode, executor and backward mode to the result."""
-    return importlib.import_module(PRODUCTS[name]).product
+    module, _ = PRODUCTS[name]
+    return importlib.import_module(module).product
 
 
 #: Arguments that cannot be applied to a finished product.
@@ -263,7 +261,8 @@ def _refuse_arguments(call: Call, delegate: Delegate) -> None:
     given |= {"k_chunk": call.options.k_chunk, "activation": call.options.activation}
     for name, factor, default in zip(("alpha", "beta"), call.factors, _ONE_ZERO, strict=True):
         given[name] = None if isinstance(factor, int | float) and factor == default else factor
-    lacking = [name for name in _LACKS[delegate.product] if given[name] is not None]
+    _, lacks = PRODUCTS[delegate.product]
+    lacking = [name for name in lacks if given[name] is not None]
     if lacking:
         listed = ", ".join(f"{name}=" for name in lacking)
         way_out = f", or omit {listed}" if _NOT_AFTERWARDS.intersection(lacking) else "; apply it to the result"

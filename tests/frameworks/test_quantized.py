@@ -139,3 +139,17 @@ def test_scales_of_other_types_and_scalar_arrays(backend, rng):
         same(lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, scale), x)
     with pytest.raises(lowprec.SettingError, match="scale of nvfp4 is a positive number"):
         lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, xp.asarray(np.ones(2, np.float32)))
+
+
+def test_jax_divides_as_numpy(monkeypatch):
+    """Quotients are ties or next to one: their last bit decides the code."""
+    library = load_or_skip(Backend.JAX)
+    rng = np.random.default_rng(5)
+    scale = rng.uniform(0.5, 1, (1000, 1)).astype(np.float32)
+    x = (rng.integers(0, 15, (1000, 64)).astype(np.float32) + np.float32(0.5)) * scale
+    x[:, 0] = 15 * scale[:, 0]
+    want = lowprec.quantize(x, "int4", 1, symmetric=False)
+    array = library.asarray(x)
+    monkeypatch.setattr(Device, "is_host", property(lambda self: False))
+    found = lowprec.quantize(array, "int4", 1, symmetric=False)
+    np.testing.assert_array_equal(np.asarray(found.codes), want.codes)

@@ -123,7 +123,7 @@ def test_each_layer_has_its_random_numbers(torch, lt):
         for layer in (1, 2):
             with lowprec.math_mode(recipe.at(3, layer)):
                 g = torch.autograd.grad((first(x) ** 2).sum(), first.weight)[0]
-                assert torch.equal(g, torch.autograd.grad((second(x) ** 2).sum(), second.weight)[0]), "told a layer"
+                assert torch.equal(g, torch.autograd.grad((second(x) ** 2).sum(), second.weight)[0]), "a given layer"
                 found.append(g)
         assert not torch.equal(*found)
     with pytest.raises(lowprec.ModeError, match="layer of a recipe must be an integer"):
