@@ -69,7 +69,9 @@ class BuildError(Exception):
 
 def architecture(name: str) -> str:
     """Return the architecture of a machine or a compiler's target, in Linux's names."""
-    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name.lower().partition("-")[0], name.lower().partition("-")[0])
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(
+        name.lower().partition("-")[0], name.lower().partition("-")[0]
+    )
 
 
 def is_supported() -> bool:
@@ -81,7 +83,9 @@ def is_supported() -> bool:
 def compiles(command: list[str]) -> bool:
     """Whether a compiler has what the sources need: `__builtin_shufflevector` came with GCC 12."""
     options = ["-std=c++17", "-x", "c++", "-c", "-", "-o", os.devnull]
-    done = subprocess.run([*command, *options], input=PROBE, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *options], input=PROBE, capture_output=True, text=True, check=False
+    )
     return done.returncode == 0
 
 
@@ -97,7 +101,10 @@ def system_compiler() -> list[str] | None:
 
 def sources_hash() -> int:
     """Return the hash that the library reports; `library.py` compares it with that of the checkout's sources."""
-    files = [*(x for x in sorted(NATIVE.iterdir()) if x.suffix in (".cpp", ".hpp", ".h")), Path(__file__)]
+    files = [
+        *(x for x in sorted(NATIVE.iterdir()) if x.suffix in (".cpp", ".hpp", ".h")),
+        Path(__file__),
+    ]
     return zlib.crc32(b"".join(x.read_bytes() for x in files))
 
 
@@ -105,7 +112,9 @@ def run(command: list[str]) -> str:
     """Return the output of a command; raise BuildError with its first error, or its last line, if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        lines = [x.strip() for x in (done.stderr + done.stdout).splitlines() if x.strip()] or ["no message"]
+        lines = [x.strip() for x in (done.stderr + done.stdout).splitlines() if x.strip()] or [
+            "no message"
+        ]
         first = next((x for x in lines if "error:" in x or "undefined reference" in x), lines[-1])
         raise BuildError(f"{' '.join(command[:3])}: {first}")
     return done.stdout.strip()
@@ -113,7 +122,9 @@ def run(command: list[str]) -> str:
 
 def compile_sources(command: list[str], sources: list[Path]) -> list[str]:
     """Compile files in parallel; return the objects, which are kept in `build/kernels` by command and contents."""
-    headers = b"".join(x.read_bytes() for x in sorted({y for x in sources for y in x.parent.glob("*.h*")}))
+    headers = b"".join(
+        x.read_bytes() for x in sorted({y for x in sources for y in x.parent.glob("*.h*")})
+    )
 
     def compile_one(source: Path) -> str:
         key = zlib.crc32(" ".join(command).encode() + headers + source.read_bytes())
@@ -154,7 +165,13 @@ def build(for_this_cpu: bool = False) -> tuple[Path, str]:
         system = "darwin" if "macos" in triple else "win32" if "windows" in triple else "linux"
     compiler = system_compiler()
     is_zig = compiler is None
-    compiler = compiler or [sys.executable, "-m", "ziglang", "c++", *(["-target", triple] if triple else [])]
+    compiler = compiler or [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "c++",
+        *(["-target", triple] if triple else []),
+    ]
     if is_zig and importlib.util.find_spec("ziglang") is None:
         reason = "there is no C++ compiler: install one, or zig's"
         if triple:
@@ -206,7 +223,9 @@ class CustomBuildHook(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """Return zig where no other compiler is."""
-        needs = "LOWPREC_BUILD_TARGET" in os.environ or (is_supported() and system_compiler() is None)
+        needs = "LOWPREC_BUILD_TARGET" in os.environ or (
+            is_supported() and system_compiler() is None
+        )
         return [ZIG] if needs and os.environ.get("LOWPREC_BUILD") != "none" else []
 
     def initialize(self, version: str, build_data: dict) -> None:
@@ -220,7 +239,9 @@ class CustomBuildHook(BuildHookInterface):
         except BuildError as error:
             if os.environ.get("LOWPREC_BUILD") == "require":
                 raise
-            self.app.display_warning(f"lowprec is built without kernels, products will run on NumPy: {error}")
+            self.app.display_warning(
+                f"lowprec is built without kernels, products will run on NumPy: {error}"
+            )
             reason.write_text(f"{error}\n", encoding="utf-8")
             made = reason
         if version != "editable":

@@ -26,7 +26,9 @@ def hook_directories() -> list[str]:
 def pytest_addoption(parser: Any) -> None:
     """Add the option of pytest; nothing is imported until it is given."""
     text = "fail tests at whose beginning or end a loaded library multiplies float32 in less than this precision"
-    parser.getgroup("lowprec").addoption("--lowprec-require", metavar="PRECISION", help=f"{text}: fp32, split, tf32")
+    parser.getgroup("lowprec").addoption(
+        "--lowprec-require", metavar="PRECISION", help=f"{text}: fp32, split, tf32"
+    )
 
 
 def pytest_configure(config: Any) -> None:

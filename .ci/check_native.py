@@ -68,7 +68,13 @@ def has_tiles() -> bool:
     return cpus.is_file() and " amx_tile " in cpus.read_text()
 
 
-def program(name: str, compiler: list[str], options: list[str], libraries: list[str], real_tiles: bool = False) -> str:
+def program(
+    name: str,
+    compiler: list[str],
+    options: list[str],
+    libraries: list[str],
+    real_tiles: bool = False,
+) -> str:
     """Compile and link the kernels with the checks, and with AMX in software unless it is real; return the path."""
     command, made = [*compiler, *options], OBJECTS / f"check-{name}"
     plain = [x for x in sorted(NATIVE.glob("*.cpp")) if x.name not in TILES]
@@ -85,10 +91,17 @@ def hashes(command: list[str], step: int, variants: int = 8, every: int = 1) -> 
 
     Return the hashes of problems by class and name.
     """
-    done = subprocess.run([*command, str(step), str(variants), str(every)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, str(step), str(variants), str(every)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     lines = [x for x in done.stderr.splitlines() if not x.startswith("qemu")]
     if done.returncode:
-        raise SystemExit("\n".join([*lines[:40], f"{' '.join(command)}: failed, status {done.returncode}"]))
+        raise SystemExit(
+            "\n".join([*lines[:40], f"{' '.join(command)}: failed, status {done.returncode}"])
+        )
     print(lines[-1])
     return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
 
@@ -120,16 +133,24 @@ def check_native() -> dict[str, str]:
 
 def check_fuzz() -> None:
     """Run random products and roundings, 20,000 each."""
-    done = subprocess.run([native(), "random", "3", "10000"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [native(), "random", "3", "10000"], capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise SystemExit("\n".join([*done.stderr.splitlines()[:20], f"fuzz: failed, status {done.returncode}"]))
+        raise SystemExit(
+            "\n".join([*done.stderr.splitlines()[:20], f"fuzz: failed, status {done.returncode}"])
+        )
     print(done.stderr.splitlines()[-1])
 
 
 def check_sanitized(name: str) -> None:
     """Run the checks under sanitizers."""
     options = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", *SANITIZERS[name]]
-    hashes([program(name, native_compiler(), options, ["-lpthread"])], 300 if name == "sanitized" else 0, 4)
+    hashes(
+        [program(name, native_compiler(), options, ["-lpthread"])],
+        300 if name == "sanitized" else 0,
+        4,
+    )
 
 
 #: Of so many problems one is computed by an emulator, which takes a hundred times as long as a processor.
@@ -141,8 +162,16 @@ def emulator(machine: str) -> str | None:
     names = (f"qemu-{machine}", f"qemu-{machine}-static")
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None and shutil.which("apt-get") and getattr(os, "geteuid", lambda: 1)() == 0:
-        for arguments in (["update", "-qq"], ["install", "-qq", "-y", "--no-install-recommends", "qemu-user-static"]):
-            subprocess.run(["apt-get", *arguments], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for arguments in (
+            ["update", "-qq"],
+            ["install", "-qq", "-y", "--no-install-recommends", "qemu-user-static"],
+        ):
+            subprocess.run(
+                ["apt-get", *arguments],
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         found = shutil.which(names[1])
     return found
 
@@ -162,7 +191,9 @@ def check_aarch64() -> None:
     if qemu is None or compiler is None:
         print("aarch64: no qemu-aarch64 here, or no zig")
         return
-    made = program("aarch64", [*compiler, "-target", "aarch64-linux-musl"], OPTIONS, ["-static", "-nostdlib++"])
+    made = program(
+        "aarch64", [*compiler, "-target", "aarch64-linux-musl"], OPTIONS, ["-static", "-nostdlib++"]
+    )
     for cpu, variants in (("max", 3), ("neoverse-n1", 1), ("cortex-a72", 1)):
         compare(cpu, hashes([qemu, "-cpu", cpu, made], 97, variants, EMULATED))
 
@@ -176,7 +207,16 @@ def check_style() -> None:
     sources = sorted([*NATIVE.glob("*.*"), *CHECKS.glob("*.*pp")])
     run([str(tools / "clang-format"), "--dry-run", "-Werror", *map(str, sources)])
     for source in sorted(NATIVE.glob("*.cpp")):
-        run([str(tools / "clang-tidy"), "--quiet", str(source), "--", "-std=c++17", "-fno-exceptions"])
+        run(
+            [
+                str(tools / "clang-tidy"),
+                "--quiet",
+                str(source),
+                "--",
+                "-std=c++17",
+                "-fno-exceptions",
+            ]
+        )
 
 
 #: Targets of zig, and platforms of wheels.
@@ -211,7 +251,9 @@ def check_wheels() -> None:
     run([*python, "twine", "check", "--strict", *map(str, folder.iterdir())])
     if architecture(platform.machine()) == "x86_64" and sys.platform == "linux":
         compiler += ["-target", TARGETS[0].split()[0]]
-        compare("zig", hashes([program("zig", compiler, OPTIONS, ["-lpthread", "-nostdlib++"])], 97))
+        compare(
+            "zig", hashes([program("zig", compiler, OPTIONS, ["-lpthread", "-nostdlib++"])], 97)
+        )
 
 
 #: Instructions and registers of an instruction set in a disassembly.
@@ -241,7 +283,9 @@ def check_levels() -> None:
         print("levels: no objdump here, or no x86-64")
         return
     sources, failures = sorted(NATIVE.glob("*.cpp")), []
-    for source, made in zip(sources, compile_sources([*native_compiler(), *OPTIONS], sources), strict=True):
+    for source, made in zip(
+        sources, compile_sources([*native_compiler(), *OPTIONS], sources), strict=True
+    ):
         own = next((sets for name, sets in LEVELS.items() if source.stem.startswith(name)), ())
         command = ["objdump", "-d", "--no-show-raw-insn", made]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -250,9 +294,20 @@ def check_levels() -> None:
             allowed = () if section.startswith(".text._Z") else own
             for name, pattern in INSTRUCTIONS.items():
                 if name not in allowed and (found := re.search(pattern, section)):
-                    line = section[section.rindex("\n", 0, found.start()) : section.index("\n", found.end())]
-                    failures.append(f"{source.name}, {section.partition(':')[0]}, {name}: {line.strip()}")
-    print("\n".join([*failures, f"levels: {len(sources)} files, {len(failures)} kinds of instructions outside"]))
+                    line = section[
+                        section.rindex("\n", 0, found.start()) : section.index("\n", found.end())
+                    ]
+                    failures.append(
+                        f"{source.name}, {section.partition(':')[0]}, {name}: {line.strip()}"
+                    )
+    print(
+        "\n".join(
+            [
+                *failures,
+                f"levels: {len(sources)} files, {len(failures)} kinds of instructions outside",
+            ]
+        )
+    )
     if failures:
         raise SystemExit(1)
 

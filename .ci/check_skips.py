@@ -87,7 +87,12 @@ ABSENT = {
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return the processor's flags; empty where the system does not report them."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return frozenset(word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split())
+    return frozenset(
+        word
+        for line in lines
+        if line.startswith("flags")
+        for word in line.partition(":")[2].split()
+    )
 
 
 def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
@@ -95,7 +100,11 @@ def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
 
     The reasons of other environments, such as a missing library, are ignored then.
     """
-    return any(r.message.startswith(reason) and flag not in flags for r in said for reason, flag in UNITS.items())
+    return any(
+        r.message.startswith(reason) and flag not in flags
+        for r in said
+        for reason, flag in UNITS.items()
+    )
 
 
 def lacks(said: list[Outcome], reason: str) -> bool:

@@ -34,10 +34,14 @@ SAMPLED, SAMPLED_OF_SCHEMES = 256, 128
 
 def sampled(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
     """Return indices of rows and columns of a result."""
-    return rng.choice(n, min(SAMPLED, n), replace=False), rng.choice(n, min(SAMPLED, n), replace=False)
+    return rng.choice(n, min(SAMPLED, n), replace=False), rng.choice(
+        n, min(SAMPLED, n), replace=False
+    )
 
 
-def errors(a: Any, b: Any, i: Any = slice(None), j: Any = slice(None), **how: Any) -> dict[str, Any]:
+def errors(
+    a: Any, b: Any, i: Any = slice(None), j: Any = slice(None), **how: Any
+) -> dict[str, Any]:
     """Return the errors of a product, or of its rows i and columns j, and the plan's bound.
 
     Norms are relative to ``|A| |B|``; ``largest_error`` is that of an element, and
@@ -79,7 +83,9 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
     "normal": _normal,
     "positive": lambda rng, shape: rng.random(shape, dtype=np.float32),
-    "wide": lambda rng, shape: np.ldexp(_normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)),
+    "wide": lambda rng, shape: np.ldexp(
+        _normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)
+    ),
 }
 
 #: Modes that round once.
@@ -141,7 +147,13 @@ def measure_schemes(arithmetic: str, interval: str, n: int, seed: int) -> Iterat
             error, largest = row["largest_error"], row["largest_element"]
             # Decimal digits before the first changed one, counted from the leading digit of the largest element.
             digit = math.log10(largest / error) if error else None
-            words = {"arithmetic": arithmetic, "interval": interval, "n": n, "scheme": scheme, "k_chunk": chunk}
+            words = {
+                "arithmetic": arithmetic,
+                "interval": interval,
+                "n": n,
+                "scheme": scheme,
+                "k_chunk": chunk,
+            }
             yield {**words, **row, "affected_digit": digit}
 
 
@@ -161,7 +173,9 @@ MODES = tuple(str(m) for m in lowprec.MathMode if m not in _OTHERS)
 def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield products of a transformer's first layer, on the embeddings of 128 tokens."""
     tokens = np.random.default_rng(seed).integers(1000, 30000, 128)
-    words, positions = (weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position"))
+    words, positions = (
+        weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position")
+    )
     x = words[tokens] + positions[:128]
     x = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
     x = x * weights["embeddings.LayerNorm.weight"] + weights["embeddings.LayerNorm.bias"]
@@ -190,12 +204,19 @@ def real_operands(seed: int, *, quick: bool) -> Iterator[tuple[str, tuple[Any, A
 
 
 def measure_real(seed: int, *, quick: bool) -> Iterator[dict[str, Any]]:
-    for arithmetic, (what, operands) in product(("this CPU", "Hopper"), real_operands(seed, quick=quick)):
+    for arithmetic, (what, operands) in product(
+        ("this CPU", "Hopper"), real_operands(seed, quick=quick)
+    ):
         a, b = (np.ascontiguousarray(x, np.float32) for x in operands)
         extents = dict(zip("mkn", (*a.shape, b.shape[1]), strict=True))
         with _emulated(ARITHMETICS[arithmetic]):
             for mode in MODES:
-                yield {"arithmetic": arithmetic, "input": what, **extents, **errors(a, b, math_mode=mode)}
+                yield {
+                    "arithmetic": arithmetic,
+                    "input": what,
+                    **extents,
+                    **errors(a, b, math_mode=mode),
+                }
 
 
 def real(arguments: argparse.Namespace) -> None:
@@ -219,7 +240,11 @@ def front(points: Mapping[str, tuple[float, float]]) -> set[str]:
     def beats(other: tuple[float, float], point: tuple[float, float]) -> bool:
         return other != point and other[0] >= point[0] and other[1] <= point[1]
 
-    return {name for name, point in points.items() if not any(beats(other, point) for other in points.values())}
+    return {
+        name
+        for name, point in points.items()
+        if not any(beats(other, point) for other in points.values())
+    }
 
 
 def measure_speed(n: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -228,17 +253,28 @@ def measure_speed(n: int, seed: int) -> Iterator[dict[str, Any]]:
     sets = [[_normal(rng, (n, n)) for _ in "ab"] for _ in range(3)]
     sample = sampled(rng, n)
     rows = {mode: errors(*sets[0], *sample, math_mode=mode) for mode in MODES}
-    variants = {mode: lambda number, mode=mode: lowprec.matmul(*sets[number], math_mode=mode) for mode in MODES}
+    variants = {
+        mode: lambda number, mode=mode: lowprec.matmul(*sets[number], math_mode=mode)
+        for mode in MODES
+    }
     seconds = timing.interleave(variants, rounds=9, sets=len(sets), seed=seed, budget_s=120.0)
     speeds = {mode: timing.speed_ratio(seconds["fp32"], seconds[mode]) for mode in MODES}
     best = front({m: (speeds[m]["median"], rows[m]["normalised"]) for m in MODES})
     for mode, row in rows.items():
-        times = {"seconds": timing.summary(seconds[mode]), "rounds": len(seconds[mode]), "speed": speeds[mode]}
+        times = {
+            "seconds": timing.summary(seconds[mode]),
+            "rounds": len(seconds[mode]),
+            "speed": speeds[mode],
+        }
         yield {"n": n, **row, **times, "on_front": mode in best}
 
 
 def speed(arguments: argparse.Namespace) -> None:
-    rows = [row for n in ((64,) if arguments.quick else (1024, 2048)) for row in measure_speed(n, arguments.seed)]
+    rows = [
+        row
+        for n in ((64,) if arguments.quick else (1024, 2048))
+        for row in measure_speed(n, arguments.seed)
+    ]
     common.report("tradeoff", arguments, rows, [bound_claim(rows)], sampled=SAMPLED)
 
 

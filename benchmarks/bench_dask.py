@@ -51,10 +51,17 @@ def peak_memory(client: Any) -> Iterator[list[int]]:
 
 
 def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, Any]:
-    workers = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": limit, "dashboard_address": None}
+    workers = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "memory_limit": limit,
+        "dashboard_address": None,
+    }
     with distributed.LocalCluster(**workers) as cluster, distributed.Client(cluster) as client:
         rng = da.random.default_rng(seed)
-        x, y = (rng.standard_normal((n, n), chunks=chunk, dtype=np.float32).persist() for _ in range(2))
+        x, y = (
+            rng.standard_normal((n, n), chunks=chunk, dtype=np.float32).persist() for _ in range(2)
+        )
         distributed.wait([x, y])
         small = da.ones((16, 16), chunks=(8, 8), dtype=np.float32)
         for _ in range(4):  # on each worker at least once
@@ -68,7 +75,9 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
         sampled, a = dask.compute(product[rows], x[rows])
         exact = np.zeros((ROWS, n))
         for k in range(0, n, chunk):
-            exact += a[:, k : k + chunk].astype(np.float64) @ y[k : k + chunk].compute().astype(np.float64)
+            exact += a[:, k : k + chunk].astype(np.float64) @ y[k : k + chunk].compute().astype(
+                np.float64
+            )
         metrics = client.scheduler_info()["workers"].values()
         return {
             "variant": variant,
@@ -84,10 +93,14 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
 
 def dask_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return lowprec's ratios, from runs without a tight limit."""
-    dask_s, lowprec_s = ([r for r in rows if r["memory_limit"] == FREE and r["variant"] == name] for name in VARIANTS)
+    dask_s, lowprec_s = (
+        [r for r in rows if r["memory_limit"] == FREE and r["variant"] == name] for name in VARIANTS
+    )
 
     def ratio(what: str) -> float:
-        return statistics.median(ours[what] / theirs[what] for ours, theirs in zip(lowprec_s, dask_s, strict=True))
+        return statistics.median(
+            ours[what] / theirs[what] for ours, theirs in zip(lowprec_s, dask_s, strict=True)
+        )
 
     return [
         common.claim(f"{words}, over dask.array.matmul's", ratio(what), 1.0, at_most=True)

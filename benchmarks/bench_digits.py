@@ -24,8 +24,13 @@ def main() -> None:
     results = digits.run(arguments.libraries, seeds, epochs, path)
     rows = digits.summaries(results)
     p = {name: [r["p"] for r in rows if r["variant"] == name] for name in (*EQUAL, *WORSE)}
-    claims = [common.claim(f"{name}: smallest p against FP32", min(p[name]), 0.05) for name in EQUAL]
-    claims += [common.claim(f"{name}: largest p against FP32", max(p[name]), 0.05, at_most=True) for name in WORSE]
+    claims = [
+        common.claim(f"{name}: smallest p against FP32", min(p[name]), 0.05) for name in EQUAL
+    ]
+    claims += [
+        common.claim(f"{name}: largest p against FP32", max(p[name]), 0.05, at_most=True)
+        for name in WORSE
+    ]
     common.report("digits", arguments, rows, claims, seeds=seeds, epochs=epochs)
     path.unlink()
 

@@ -78,7 +78,9 @@ def operand_sets(shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> Pa
     lead = (batch,) if batch > 1 else ()
     pairs: Pairs = {kind: [] for kind in kinds}
     for _ in range(sets):
-        a, b = (rng.standard_normal((*lead, *extents), dtype=np.float32) for extents in ((m, k), (k, n)))
+        a, b = (
+            rng.standard_normal((*lead, *extents), dtype=np.float32) for extents in ((m, k), (k, n))
+        )
         for kind in kinds:
             if kind == PREPARED:
                 weight = lowprec.prepare(b, math_mode="bf16x3")
@@ -116,10 +118,16 @@ def _torch_variants() -> list[Variant]:
         finally:
             torch.set_float32_matmul_precision("highest")
 
-    products = {f"float32 {precision}": functools.partial(at, precision) for precision in ("highest", "medium")}
+    products = {
+        f"float32 {precision}": functools.partial(at, precision)
+        for precision in ("highest", "medium")
+    }
     products |= {"bfloat16": torch.matmul, "float16": torch.matmul}
     return [
-        *(Variant(f"torch {x}", "torch", f"{x.split()[0]} torch", product) for x, product in products.items()),
+        *(
+            Variant(f"torch {x}", "torch", f"{x.split()[0]} torch", product)
+            for x, product in products.items()
+        ),
         Variant("torch int8", "torch", "int8 torch", torch._int_mm, small=False),
         _lowprec("float32", "bf16", "torch"),
         *(_lowprec(dtype, library="torch") for dtype in ("bfloat16", "float16")),
@@ -131,16 +139,24 @@ def variants(shape: Shape, schemes: bool) -> list[Variant]:
     if not schemes:
         is_small = shape[0] > 1 or min(shape[1:]) < 17
         ways = [
-            *(Variant(f"numpy {dtype}", "numpy", dtype, np.matmul) for dtype in ("float32", "float64")),
+            *(
+                Variant(f"numpy {dtype}", "numpy", dtype, np.matmul)
+                for dtype in ("float32", "float64")
+            ),
             *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
             *(_lowprec(dtype) for dtype in ("bfloat16", "float16", "int8", "float64")),
             *_torch_variants(),
         ]
         return [v for v in ways if v.small or not is_small]
-    ways = [Variant(NUMPY, "numpy", "float32", np.matmul), *(_lowprec("float32", mode) for mode in ("fp32", *SCHEMES))]
+    ways = [
+        Variant(NUMPY, "numpy", "float32", np.matmul),
+        *(_lowprec("float32", mode) for mode in ("fp32", *SCHEMES)),
+    ]
     if shape[1] < shape[2]:
         multiply = functools.partial(lowprec.matmul, math_mode="bf16x3")
-        ways.append(Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3"))
+        ways.append(
+            Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3")
+        )
     return ways
 
 
@@ -159,9 +175,13 @@ def relative_error(v: Variant, pairs: Pairs, rng: np.random.Generator) -> float:
     columns = rng.choice(b.shape[-1], min(64, b.shape[-1]), replace=False)
     first = (0,) * (a.ndim - 2)
     exact = _float64(a[first][rows]) @ _float64(b[first][:, columns])
-    error = float(np.linalg.norm(_float64(result[first][rows][:, columns]) - exact) / np.linalg.norm(exact))
+    error = float(
+        np.linalg.norm(_float64(result[first][rows][:, columns]) - exact) / np.linalg.norm(exact)
+    )
     if not error <= WORST_ERROR:
-        raise RuntimeError(f"{v.name} is wrong on {tuple(a.shape)} times {tuple(b.shape)}: relative error {error}")
+        raise RuntimeError(
+            f"{v.name} is wrong on {tuple(a.shape)} times {tuple(b.shape)}: relative error {error}"
+        )
     return error
 
 
@@ -175,7 +195,9 @@ def number_of_sets(shape: Shape, kinds: Sequence[str], rounds: int) -> int:
     return max(2, min(-(-(256 << 20) // size), rounds + 1))
 
 
-def measure(shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool) -> Iterator[dict[str, Any]]:
+def measure(
+    shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool
+) -> Iterator[dict[str, Any]]:
     """Time every variant on one shape; yield one row per variant. Adds the names of too slow ones to `left_out`."""
     ways = [v for v in variants(shape, schemes) if v.name not in left_out]
     kinds = list(dict.fromkeys(v.operands for v in ways))
@@ -200,7 +222,9 @@ def measure(shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: b
             "library": v.library,
             "operands": v.operands,
             "mode": v.mode,
-            "kernel": str(lowprec.plan(*first, math_mode=v.mode).kernel) if v.library == "lowprec" else None,
+            "kernel": str(lowprec.plan(*first, math_mode=v.mode).kernel)
+            if v.library == "lowprec"
+            else None,
             "rounds": rounds,
             "sets": sets,
             "seconds": time_s,
@@ -246,7 +270,9 @@ def speed_claims(rows: Sequence[dict[str, Any]], limits: Limits) -> Iterator[dic
     for variant, baseline, limit in limits:
         by_size = square_speeds(rows, variant, baseline)
         mean = statistics.geometric_mean(by_size.values()) if by_size else None
-        yield common.claim(f"{variant} over {baseline}, geometric mean", mean, limit, by_size=by_size)
+        yield common.claim(
+            f"{variant} over {baseline}, geometric mean", mean, limit, by_size=by_size
+        )
 
 
 # -- products that PyTorch computes slowly, not exactly, or in an order that depends on the batch ---
@@ -269,15 +295,27 @@ def products_beside_torch(units: str, n: int, rounds: int, seed: int) -> list[di
         times = {name: timing.summary(samples) for name, samples in seconds.items()}
         speed = timing.speed_ratio(seconds["torch"], seconds["lowprec"])
         rows.append({"case": f"{dtype}, n = {n}", "of": None, **times, "speed": speed})
-    x, y = (torch.randint(-128, 128, s, generator=generator, dtype=torch.int8) for s in ((32, 64), (64, 32)))
+    x, y = (
+        torch.randint(-128, 128, s, generator=generator, dtype=torch.int8)
+        for s in ((32, 64), (64, 32))
+    )
     results = {"torch": torch._int_mm(x, y), "lowprec": lowprec.matmul(x, y)}
     wrong = {name: int((result != x.int() @ y.int()).sum()) for name, result in results.items()}
-    rows.append({"case": "int8, 32 x 64 x 32 (`torch._int_mm`): wrong elements", "of": 32 * 32, **wrong})
-    x, y = torch.randn((64, 4096), generator=generator), torch.randn((4096, 1024), generator=generator)
+    rows.append(
+        {"case": "int8, 32 x 64 x 32 (`torch._int_mm`): wrong elements", "of": 32 * 32, **wrong}
+    )
+    x, y = (
+        torch.randn((64, 4096), generator=generator),
+        torch.randn((4096, 1024), generator=generator),
+    )
     for name, product in products.items():
         batch = product(x, y)
-        wrong[name] = sum(not torch.equal(product(row[None], y)[0], batch[i]) for i, row in enumerate(x))
-    rows.append({"case": "float32, 64 x 4096 x 1024: rows with other bits alone", "of": 64, **wrong})
+        wrong[name] = sum(
+            not torch.equal(product(row[None], y)[0], batch[i]) for i, row in enumerate(x)
+        )
+    rows.append(
+        {"case": "float32, 64 x 4096 x 1024: rows with other bits alone", "of": 64, **wrong}
+    )
     return [{"units": units, **row} for row in rows]
 
 
@@ -286,7 +324,10 @@ def beside_torch(arguments: argparse.Namespace) -> None:
     rows = []
     for units, variables in {"all": {}, "AVX2": AVX2}.items():
         spawn = multiprocessing.get_context("spawn")
-        with mock.patch.dict(os.environ, variables), ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with (
+            mock.patch.dict(os.environ, variables),
+            ProcessPoolExecutor(1, mp_context=spawn) as pool,
+        ):
             n, rounds = (64, 3) if arguments.quick else (512, 9)
             rows += pool.submit(products_beside_torch, units, n, rounds, arguments.seed).result()
     common.report("torch", arguments, rows, [])
@@ -297,10 +338,18 @@ def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
     if arguments.quick and schemes:
         shapes += ((1, 32, 512, 512),)
     left_out: set[str] = set()
-    rows = [row for shape in shapes for row in measure(shape, arguments.seed, arguments.quick, left_out, schemes)]
+    rows = [
+        row
+        for shape in shapes
+        for row in measure(shape, arguments.seed, arguments.quick, left_out, schemes)
+    ]
     limits = SCHEME_LIMITS if schemes else LIMITS if "avx512_bf16" in common.cpu_flags() else ()
     common.report(
-        "gemm-schemes" if schemes else "gemm", arguments, rows, speed_claims(rows, limits), left_out=sorted(left_out)
+        "gemm-schemes" if schemes else "gemm",
+        arguments,
+        rows,
+        speed_claims(rows, limits),
+        left_out=sorted(left_out),
     )
 
 

@@ -37,7 +37,9 @@ BFLOAT16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.fl
 
 def _speeds(operands: dict[str, list[Any]], rounds: int, seed: int) -> dict[str, Any]:
     """Return the speed of products of each kind of operand pairs, relative to the first kind."""
-    calls = {name: lambda i, pairs=pairs: lowprec.matmul(*pairs[i]) for name, pairs in operands.items()}
+    calls = {
+        name: lambda i, pairs=pairs: lowprec.matmul(*pairs[i]) for name, pairs in operands.items()
+    }
     times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
     base, *others = calls
     return {name: timing.speed_ratio(times[base], times[name]) for name in others}
@@ -47,7 +49,10 @@ def storage(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the speed of square products of FP8 operands."""
     rng = np.random.default_rng(seed)
     sets = [[rng.standard_normal((n, n), dtype=np.float32) for _ in range(2)] for _ in range(SETS)]
-    stored = {np.dtype(x).name: [[y.astype(x) for y in pair] for pair in sets] for x in (BFLOAT16, E4M3, E5M2)}
+    stored = {
+        np.dtype(x).name: [[y.astype(x) for y in pair] for pair in sets]
+        for x in (BFLOAT16, E4M3, E5M2)
+    }
     for name, speed in _speeds(stored, rounds, seed).items():
         yield {"kind": "storage", "format": name, "n": n, "speed": speed}
 
@@ -67,7 +72,9 @@ def weights(m: int, n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"kind": "weight", "format": name, "m": m, "n": n, "speed": speed}
 
 
-def compared(m: int, k: int, n: int, count: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+def compared(
+    m: int, k: int, n: int, count: int, rounds: int, seed: int
+) -> Iterator[dict[str, Any]]:
     """Yield the speed of m rows in float32 times a weight of k x n by each library, relative to NumPy's float32."""
     rng = np.random.default_rng(seed)
     weights = [rng.standard_normal((n, k), dtype=np.float32) for _ in range(SETS)]
@@ -79,10 +86,18 @@ def compared(m: int, k: int, n: int, count: int, rounds: int, seed: int) -> Iter
         if not found:
             yield {"kind": "absent", "library": library}
     times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
-    base = min((name for name in calls if name.startswith("numpy")), key=lambda name: np.median(times[name]))
+    base = min(
+        (name for name in calls if name.startswith("numpy")),
+        key=lambda name: np.median(times[name]),
+    )
     shape = {"m": m, "k": k, "n": n, "threads": count, "numpy": base}
     for name in calls:
-        yield {"kind": "compared", "name": name, **shape, "speed": timing.speed_ratio(times[base], times[name])}
+        yield {
+            "kind": "compared",
+            "name": name,
+            **shape,
+            "speed": timing.speed_ratio(times[base], times[name]),
+        }
 
 
 #: Least speed of products of FP8, and of weights in 8 and 4 bits times 8 rows, relative to bfloat16.
@@ -92,7 +107,9 @@ STORAGE, WEIGHTS = 0.9, {"float8_e4m3fn, prepared": 1.3, "mxfp4": 1.6, "nvfp4": 
 def claims(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
         if row["kind"] == "storage":
-            yield common.claim(f"speed of {row['format']}, n = {row['n']}", row["speed"]["median"], STORAGE)
+            yield common.claim(
+                f"speed of {row['format']}, n = {row['n']}", row["speed"]["median"], STORAGE
+            )
         if row["kind"] == "weight" and row["m"] == 8 and row["format"] in WEIGHTS:
             what = f"speed of 8 rows times a weight in {row['format']}"
             yield common.claim(what, row["speed"]["median"], WEIGHTS[row["format"]])

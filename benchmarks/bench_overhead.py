@@ -72,7 +72,9 @@ def libraries(seed: int) -> dict[str, Names]:
         # The code of a user of such arrays without lowprec.
         "dlpack": (OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))),
     }
-    return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in functions.items()}
+    return {
+        name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in functions.items()
+    }
 
 
 # -- other calls ----------------------------------------------------------------------------------
@@ -95,7 +97,9 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
     if library == "jax":
         import jax
 
-        names["jitted"], names["own_jitted"] = (_wait(jax.jit(f)) for f in (lowprec.matmul, jax.numpy.matmul))
+        names["jitted"], names["own_jitted"] = (
+            _wait(jax.jit(f)) for f in (lowprec.matmul, jax.numpy.matmul)
+        )
         return {"jitted": ("jitted(a, b)", "own_jitted(a, b)")}
     if library != "torch":
         return {}
@@ -132,7 +136,9 @@ def measure_calls(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
     seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
     rows = []
     for variant, library in dict.fromkeys(key[:2] for key in timers):
-        times = {name: timing.summary(seconds[variant, library, name]) for name in ("lowprec", "own")}
+        times = {
+            name: timing.summary(seconds[variant, library, name]) for name in ("lowprec", "own")
+        }
         kind = {"measured": "variant", "variant": variant} if variant else {"measured": "call"}
         rows.append({**kind, "library": library, **times})
     return rows
@@ -140,37 +146,57 @@ def measure_calls(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
 
 # -- import ---------------------------------------------------------------------------------------
 
-_IMPORT = "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+_IMPORT = (
+    "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+)
 
 
 def measure_import(rounds: int, seed: int) -> dict[str, Any]:
     """Return the time of `import lowprec` beyond `import numpy`, in fresh processes."""
 
     def sample(module: str, _: int) -> float:
-        return float(subprocess.check_output([sys.executable, "-c", _IMPORT.format(module=module)], text=True))
+        return float(
+            subprocess.check_output(
+                [sys.executable, "-c", _IMPORT.format(module=module)], text=True
+            )
+        )
 
     modules = ("numpy", "lowprec")
     for module in modules:
         sample(module, 0)
     seconds = timing.take_turns(modules, sample, rounds=rounds, seed=seed)
     added = [mine - numpy for mine, numpy in zip(seconds["lowprec"], seconds["numpy"], strict=True)]
-    times = {"added": timing.summary(added)} | {module: timing.summary(seconds[module]) for module in modules}
+    times = {"added": timing.summary(added)} | {
+        module: timing.summary(seconds[module]) for module in modules
+    }
     return {"measured": "import", **times}
 
 
 def overhead_claims(rows: Sequence[Row]) -> list[Row]:
     def slowest(measured: str, name: str) -> float:
         """Return the microseconds of the slowest call of lowprec in this library, or in this variant."""
-        own = [r for r in rows if r["measured"] == measured and name in (r["library"], r.get("variant"))]
+        own = [
+            r
+            for r in rows
+            if r["measured"] == measured and name in (r["library"], r.get("variant"))
+        ]
         return max(1e6 * r["lowprec"]["median"] for r in own)
 
     (imported,) = (r["added"]["median"] for r in rows if r["measured"] == "import")
     limits = {
-        **{f"call on {SIZE} x {SIZE} float32, {x}, us": (slowest("call", x), y) for x, y in CALL_LIMITS.items()},
-        **{f"{x}, slowest library, us": (slowest("variant", x), y) for x, y in VARIANT_LIMITS.items()},
+        **{
+            f"call on {SIZE} x {SIZE} float32, {x}, us": (slowest("call", x), y)
+            for x, y in CALL_LIMITS.items()
+        },
+        **{
+            f"{x}, slowest library, us": (slowest("variant", x), y)
+            for x, y in VARIANT_LIMITS.items()
+        },
         "import lowprec over import numpy, s": (imported, IMPORT_LIMIT),
     }
-    return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
+    return [
+        common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()
+    ]
 
 
 def calls(arguments: argparse.Namespace) -> None:
@@ -178,7 +204,9 @@ def calls(arguments: argparse.Namespace) -> None:
     # First, while the process has no spinning threads.
     imported = measure_import(imports, arguments.seed)
     rows = [*measure_calls(rounds, count, arguments.seed, arguments.quick), imported]
-    common.report("overhead", arguments, rows, overhead_claims(rows), size=SIZE, rounds=rounds, calls=count)
+    common.report(
+        "overhead", arguments, rows, overhead_claims(rows), size=SIZE, rounds=rounds, calls=count
+    )
 
 
 # -- the guard ------------------------------------------------------------------------------------
@@ -218,7 +246,10 @@ def guard(arguments: argparse.Namespace) -> None:
         if stage != "none":
             importlib.import_module(stage)
         seconds = timing.repeat(guard_timers(), seed=arguments.seed, **counts)
-        rows += [{"loaded": stage, "block": name, "time": timing.summary(s)} for name, s in seconds.items()]
+        rows += [
+            {"loaded": stage, "block": name, "time": timing.summary(s)}
+            for name, s in seconds.items()
+        ]
     common.report("guard", arguments, rows, guard_claims(rows), **counts)
 
 

@@ -52,7 +52,9 @@ def _ridge(n: int, rng: np.random.Generator) -> Any:
 def _poisson(n: int, rng: np.random.Generator) -> Any:
     """Return the five-point Laplacian on the most nearly square grid with 2^k columns."""
     columns = 1 << (n.bit_length() // 2)
-    family_rows, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
+    family_rows, other = (
+        2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns)
+    )
     return np.kron(np.eye(n // columns), family_rows) + np.kron(other, np.eye(columns))
 
 
@@ -97,7 +99,11 @@ def measure(
     omitted = int(rounds > 1)
     samples = timing.take_turns(list(solvers), sample, rounds=rounds + omitted, seed=seed)
     seconds = {name: samples[name][omitted:] for name in solvers}
-    return seconds, [min(each) for each in zip(*(seconds[name] for name in library), strict=True)], results
+    return (
+        seconds,
+        [min(each) for each in zip(*(seconds[name] for name in library), strict=True)],
+        results,
+    )
 
 
 def families(sizes: list[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -105,7 +111,9 @@ def families(sizes: list[int], rounds: int, seed: int) -> Iterator[dict[str, Any
         rng = np.random.default_rng(seed)
         a, b = make(n, rng), rng.standard_normal(n)
         solvers = {
-            f"lowprec, {method}": lambda a=a, b=b, method=method: lowprec.linalg.solve(a, b, method=method)
+            f"lowprec, {method}": lambda a=a, b=b, method=method: lowprec.linalg.solve(
+                a, b, method=method
+            )
             for method in ("refine", "auto")
         }
         seconds, best, results = measure(a, b, solvers, rounds if n < LONG else 1, seed)
@@ -142,14 +150,22 @@ def conditions(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
 def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     family_rows = [r for r in rows if r["kind"] == "family"]
     errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in family_rows}
-    ratios = [e / errors[family, n, NUMPY] for (family, n, name), e in errors.items() if name in (REFINE, AUTO)]
+    ratios = [
+        e / errors[family, n, NUMPY]
+        for (family, n, name), e in errors.items()
+        if name in (REFINE, AUTO)
+    ]
     automatic = [r["over_numpy"]["median"] for r in family_rows if r["variant"] == AUTO]
     claims = [
-        common.claim("backward error over numpy.linalg.solve's, the largest", max(ratios), 2.0, at_most=True),
+        common.claim(
+            "backward error over numpy.linalg.solve's, the largest", max(ratios), 2.0, at_most=True
+        ),
         common.claim("auto: speed over numpy.linalg.solve, the least", min(automatic), 0.95),
     ]
     for n, limit in LIMITS.items():
-        speeds = [r["speed"]["median"] for r in family_rows if r["n"] == n and r["variant"] == REFINE]
+        speeds = [
+            r["speed"]["median"] for r in family_rows if r["n"] == n and r["variant"] == REFINE
+        ]
         what = f"refine: speed over the best of NumPy, SciPy and PyTorch at n = {n}, the least"
         claims.append(common.claim(what, min(speeds) if speeds else None, limit))
     return claims

@@ -27,7 +27,9 @@ import lowprec.torch
 SQUARES = (64, 96, 128, 256, 512, 768)
 #: (m, k, n): tokens by features.
 SKINNY = tuple(
-    (m, k, n) for m in (8, 16, 32, 128, 197) for k, n in ((768, 768), (768, 3072), (1024, 4096), (4096, 4096))
+    (m, k, n)
+    for m in (8, 16, 32, 128, 197)
+    for k, n in ((768, 768), (768, 3072), (1024, 4096), (4096, 4096))
 )
 SETS = 3  # of operands, which take turns
 
@@ -54,10 +56,16 @@ def _block(calls: dict[str, Call], seconds: float, name: str, _: int) -> float:
 def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call]]:
     """Return the calls of lowprec ("lowprec") and of others, by what is multiplied."""
     rng = np.random.default_rng(seed)
-    a, b = ([rng.standard_normal(shape, np.float32) for _ in range(SETS)] for shape in ((m, k), (k, n)))
-    low_a, low_b, turned = ([x.astype(ml_dtypes.bfloat16, order="C") for x in xs] for xs in (a, b, [x.T for x in b]))
+    a, b = (
+        [rng.standard_normal(shape, np.float32) for _ in range(SETS)] for shape in ((m, k), (k, n))
+    )
+    low_a, low_b, turned = (
+        [x.astype(ml_dtypes.bfloat16, order="C") for x in xs] for xs in (a, b, [x.T for x in b])
+    )
     int_a, int_b = ([rng.integers(-99, 99, x.shape, np.int8) for x in xs] for xs in (a, b))
-    of_a, of_b, of_int_a, of_int_b = ([torch.from_numpy(x) for x in xs] for xs in (a, b, int_a, int_b))
+    of_a, of_b, of_int_a, of_int_b = (
+        [torch.from_numpy(x) for x in xs] for xs in (a, b, int_a, int_b)
+    )
     half_a, half_b = ([x.to(torch.bfloat16) for x in xs] for xs in (of_a, of_b))
     half_turned = [x.T.contiguous().T for x in half_b]
     prepared = [lowprec.prepare(x, math_mode="bf16") for x in low_b]
@@ -81,7 +89,10 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
         "prepared weight": half | by_lowprec(low_a, prepared, "bf16"),
     }
     if m > 16:
-        calls["int8"] = {"torch": call(torch._int_mm, of_int_a, of_int_b), **by_lowprec(int_a, int_b, None)}
+        calls["int8"] = {
+            "torch": call(torch._int_mm, of_int_a, of_int_b),
+            **by_lowprec(int_a, int_b, None),
+        }
     return calls
 
 
@@ -111,7 +122,10 @@ def steps(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     (text,) = training_step.batches(1, batch)
     ways: dict[str, Callable[[], Any]]
-    ways = {"torch": nullcontext, **{m: functools.partial(lowprec.torch.intercept, m) for m in ("fp32", "bf16")}}
+    ways = {
+        "torch": nullcontext,
+        **{m: functools.partial(lowprec.torch.intercept, m) for m in ("fp32", "bf16")},
+    }
 
     def step() -> None:
         training_step.step(model, optimizer, text)
@@ -132,7 +146,9 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     step = {row["variant"]: row["relative_time"]["median"] for row in rows if row["kind"] == "step"}
     return [
         common.claim(
-            "products, times as fast as the best other, geometric mean", statistics.geometric_mean(speeds), 0.95
+            "products, times as fast as the best other, geometric mean",
+            statistics.geometric_mean(speeds),
+            0.95,
         ),
         common.claim("products, the slowest", min(speeds), 0.85),
         common.claim("training step in fp32, relative time", step["fp32"], 1.1, at_most=True),

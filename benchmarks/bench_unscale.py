@@ -32,7 +32,9 @@ def unscale(scaler: LossScaler, grads: Any) -> bool:
 def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
     """Return the passes, each over arrays of its own but for the two on PyTorch's tensors."""
     rng = np.random.default_rng(seed)
-    ours, shared = (list(rng.standard_normal(arrays * n, dtype=np.float32).reshape(arrays, n)) for _ in range(2))
+    ours, shared = (
+        list(rng.standard_normal(arrays * n, dtype=np.float32).reshape(arrays, n)) for _ in range(2)
+    )
     scaler = LossScaler(SCALE, dynamic=False)
 
     tensors = [torch.from_numpy(x) for x in shared]
@@ -48,7 +50,9 @@ def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
 
 
 def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
-    sizes = [(1, 10_000), (10, 1000)] if quick else [(1, 1_000_000), (1, 100_000_000), (1000, 100_000)]
+    sizes = (
+        [(1, 10_000), (10, 1000)] if quick else [(1, 1_000_000), (1, 100_000_000), (1000, 100_000)]
+    )
     for arrays, n in sizes:
         seconds = timing.interleave(variants(arrays, n, seed), rounds=3 if quick else 15, seed=seed)
         for name, samples in seconds.items():
@@ -56,7 +60,14 @@ def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
             speed = timing.speed_ratio(seconds[TORCH], samples)
             # Each number is read and written once.
             rate = 8e-9 * arrays * n / time["median"]
-            yield {"variant": name, "arrays": arrays, "n": n, "time": time, "speed": speed, "gb_per_s": rate}
+            yield {
+                "variant": name,
+                "arrays": arrays,
+                "n": n,
+                "time": time,
+                "speed": speed,
+                "gb_per_s": rate,
+            }
 
 
 def claims(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

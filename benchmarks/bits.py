@@ -24,16 +24,61 @@ import lowprec
 CALLS = 600
 #: Each of these is as frequent as its number of entries.
 DTYPES = (
-    *("float32", "float32", "float32", "float32", "bfloat16", "float16", "complex64", "float64", "int8"),
+    *(
+        "float32",
+        "float32",
+        "float32",
+        "float32",
+        "bfloat16",
+        "float16",
+        "complex64",
+        "float64",
+        "int8",
+    ),
     *("complex128", "float8_e4m3fn", "float8_e5m2"),
 )
 RECIPES = ("mxfp8(scale_rule=rceil)", "mxfp8/mxfp8_e5m2", "nvfp4(hadamard=16, seed=3)")
-LAYOUTS = ("rows", "columns", "strided", "stack", "shared", "broadcast", "vectors", "reversed", "one row", "empty")
+LAYOUTS = (
+    "rows",
+    "columns",
+    "strided",
+    "stack",
+    "shared",
+    "broadcast",
+    "vectors",
+    "reversed",
+    "one row",
+    "empty",
+)
 OPTIONS: tuple[dict[str, Any], ...] = (
-    *({}, {}, {"alpha": 0.5}, {"beta": 2.0}, {"bias": True}, {"activation": "relu"}, {"activation": "gelu"}),
-    *({"out": True}, {"out_dtype": "float32"}, {"out_dtype": "bfloat16"}, {"k_chunk": 64}, {"prepared": True}),
-    *({"alpha": -2.0, "beta": 1.0, "bias": True, "out": True}, {"quantized": "mxfp8"}, {"quantized": "int8"}),
-    *({"quantized": "mxfp4"}, {"quantized": "nvfp4"}, {"quantized": "int4"}, {"rtol": 1e-3}, {"alpha": 0.0}),
+    *(
+        {},
+        {},
+        {"alpha": 0.5},
+        {"beta": 2.0},
+        {"bias": True},
+        {"activation": "relu"},
+        {"activation": "gelu"},
+    ),
+    *(
+        {"out": True},
+        {"out_dtype": "float32"},
+        {"out_dtype": "bfloat16"},
+        {"k_chunk": 64},
+        {"prepared": True},
+    ),
+    *(
+        {"alpha": -2.0, "beta": 1.0, "bias": True, "out": True},
+        {"quantized": "mxfp8"},
+        {"quantized": "int8"},
+    ),
+    *(
+        {"quantized": "mxfp4"},
+        {"quantized": "nvfp4"},
+        {"quantized": "int4"},
+        {"rtol": 1e-3},
+        {"alpha": 0.0},
+    ),
 )
 DEVICES = ("cpu", "a100", "h200", "b200")
 
@@ -56,7 +101,11 @@ def operands(rng: np.random.Generator, layout: str, dtype: str) -> tuple[np.ndar
         k = 0
     if layout == "vectors":
         return array(rng, (k,), dtype), array(rng, (k,), dtype)
-    batch_a, batch_b = {"stack": ((2,), (2,)), "shared": ((3,), ()), "broadcast": ((2, 1), (3,))}.get(layout, ((), ()))
+    batch_a, batch_b = {
+        "stack": ((2,), (2,)),
+        "shared": ((3,), ()),
+        "broadcast": ((2, 1), (3,)),
+    }.get(layout, ((), ()))
     if layout == "columns":
         return array(rng, (k, m), dtype).T, array(rng, (n, k), dtype).T
     if layout == "strided":
@@ -65,16 +114,26 @@ def operands(rng: np.random.Generator, layout: str, dtype: str) -> tuple[np.ndar
     return (a[::-1], b[:, ::-1]) if layout == "reversed" else (a, b)
 
 
-def keywords(rng: np.random.Generator, options: dict[str, Any], a: Any, b: Any, dtype: str) -> dict[str, Any]:
-    shape = np.matmul(np.broadcast_to(np.float32(0), a.shape), np.broadcast_to(np.float32(0), b.shape)).shape
-    result = {name: value for name, value in options.items() if name not in ("prepared", "quantized", "out", "bias")}
+def keywords(
+    rng: np.random.Generator, options: dict[str, Any], a: Any, b: Any, dtype: str
+) -> dict[str, Any]:
+    shape = np.matmul(
+        np.broadcast_to(np.float32(0), a.shape), np.broadcast_to(np.float32(0), b.shape)
+    ).shape
+    result = {
+        name: value
+        for name, value in options.items()
+        if name not in ("prepared", "quantized", "out", "bias")
+    }
     added = "float32" if dtype.startswith("float8") else dtype
     if "beta" in options and shape:
         result["c"] = array(rng, shape, added)
     if "bias" in options and b.ndim > 1:
         result["bias"] = array(rng, shape[-1:], added)
     if "out" in options:
-        result["out"] = np.zeros(shape, "int32" if dtype == "int8" else getattr(ml_dtypes, added, added))
+        result["out"] = np.zeros(
+            shape, "int32" if dtype == "int8" else getattr(ml_dtypes, added, added)
+        )
     return result
 
 
@@ -82,7 +141,9 @@ def second_operand(b: np.ndarray, options: dict[str, Any], mode: str) -> Any:
     if "prepared" in options:
         return lowprec.prepare(b, math_mode=mode)
     if "quantized" in options:
-        return lowprec.quantize(b.real.astype("float32"), options["quantized"], axis=-min(2, b.ndim))
+        return lowprec.quantize(
+            b.real.astype("float32"), options["quantized"], axis=-min(2, b.ndim)
+        )
     return b
 
 
@@ -125,7 +186,17 @@ def calls() -> Iterator[tuple[str, bytes, bytes]]:
 
 
 CONTRACTIONS = (
-    *("ij,jk->ik", "bij,bjk->bik", "ij,jk,kl->il", "ii->i", "ij->j", "ij,kj->ik", "i,i->", "i,j->ij", "bij,bkj->bik"),
+    *(
+        "ij,jk->ik",
+        "bij,bjk->bik",
+        "ij,jk,kl->il",
+        "ii->i",
+        "ij->j",
+        "ij,kj->ik",
+        "i,i->",
+        "i,j->ij",
+        "bij,bkj->bik",
+    ),
     *("...ij,...jk->...ik", "ij,ij->", "ijk,jil->kl", "ab,bc,cd,de->ae", "iij,jk->ik", "ij,jk->k"),
 )
 
@@ -136,10 +207,20 @@ def contractions() -> Iterator[tuple[str, bytes, bytes]]:
     for dtype in ("float32", "bfloat16", "complex64", "int8"):
         for subscripts in CONTRACTIONS:
             terms = subscripts.split("->")[0].split(",")
-            arrays = [array(rng, tuple(6 for _ in term.replace("...", "x")), dtype) for term in terms]
-            yield f"{subscripts} {dtype}", words(lowprec.einsum, subscripts, *arrays, math_mode="tf32"), b""
+            arrays = [
+                array(rng, tuple(6 for _ in term.replace("...", "x")), dtype) for term in terms
+            ]
+            yield (
+                f"{subscripts} {dtype}",
+                words(lowprec.einsum, subscripts, *arrays, math_mode="tf32"),
+                b"",
+            )
         x, y = array(rng, (5, 6, 7), dtype), array(rng, (5, 6, 7), dtype)
-        yield f"tensordot {dtype}", words(lowprec.tensordot, x, y, ((0, 1), (0, 1)), math_mode="bf16x3"), b""
+        yield (
+            f"tensordot {dtype}",
+            words(lowprec.tensordot, x, y, ((0, 1), (0, 1)), math_mode="bf16x3"),
+            b"",
+        )
         yield f"vecdot {dtype}", words(lowprec.vecdot, x, y, axis=-2, math_mode="bf16"), b""
         yield f"linear {dtype}", words(lowprec.linear, x, y[0], math_mode="tf32"), b""
     numbers = array(rng, (40, 70), "float32")
@@ -161,7 +242,9 @@ def main() -> None:
             plans.update(planned)
             digests = [hashlib.sha256(each).hexdigest()[:12] for each in (bits, planned)]
             is_error = bits.split(b":")[0].isalpha()
-            lines.append(f"{' '.join(digests)} {name}{' raises ' + bits.decode() if is_error else ''}")
+            lines.append(
+                f"{' '.join(digests)} {name}{' raises ' + bits.decode() if is_error else ''}"
+            )
     if arguments.list:
         arguments.list.write_text("\n".join(lines) + "\n")
     raised = sum(" raises " in line for line in lines)

@@ -39,5 +39,7 @@ def is_square(row: Row) -> bool:
 
 def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str, float]:
     """Return how many times as fast as the baseline a variant is on square products, by size."""
-    squares = (r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r))
+    squares = (
+        r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r)
+    )
     return {str(r["n"]): r["speed"][baseline]["median"] for r in squares}

@@ -48,9 +48,17 @@ os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 def parser(doc: str) -> argparse.ArgumentParser:
     """Return the command line that every benchmark has, described by the first line of the script's docstring."""
     options = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
-    options.add_argument("--quick", action="store_true", help="tiny sizes: does it run? No figure of it means anything")
-    options.add_argument("--output", "--out", type=Path, default=RESULTS, metavar="DIR", help="of the result file")
-    options.add_argument("--seed", type=int, default=0, help="of the operands and of the order of the variants")
+    options.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny sizes: does it run? No figure of it means anything",
+    )
+    options.add_argument(
+        "--output", "--out", type=Path, default=RESULTS, metavar="DIR", help="of the result file"
+    )
+    options.add_argument(
+        "--seed", type=int, default=0, help="of the operands and of the order of the variants"
+    )
     return options
 
 
@@ -103,7 +111,11 @@ def generation() -> str:
     from lowprec.backends.cpu import cpuinfo
 
     is_amd = "amd" in cpuinfo.cpu_name().lower() and "avx512f" in cpuinfo.system_flags()
-    return {"25": "Zen 4", "26": "Zen 5"}.get(cpuinfo._cpuinfo().get("cpu family", ""), "") if is_amd else ""
+    return (
+        {"25": "Zen 4", "26": "Zen 5"}.get(cpuinfo._cpuinfo().get("cpu family", ""), "")
+        if is_amd
+        else ""
+    )
 
 
 def slug() -> str:
@@ -112,7 +124,9 @@ def slug() -> str:
 
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpuinfo.cpu_name().lower()))
     dull = {"amd", "cpu", "gen", "genuine", "intel", "processor"}
-    family = next((w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower())
+    family = next(
+        (w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower()
+    )
     known = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
     units = next((name for flag, name in known.items() if flag in cpu_flags()), None)
     zen = generation().replace(" ", "").lower()
@@ -209,7 +223,11 @@ def write_json(path: Path, content: Row) -> None:
 
 
 def report(
-    benchmark: str, arguments: argparse.Namespace, results: Sequence[Row], claims: Iterable[Row], **settings: Any
+    benchmark: str,
+    arguments: argparse.Namespace,
+    results: Sequence[Row],
+    claims: Iterable[Row],
+    **settings: Any,
 ) -> None:
     """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
     import render
@@ -218,7 +236,10 @@ def report(
     from lowprec.checking.measure import Load
 
     machine = describe()
-    machine |= {"load_before": LOAD_BEFORE, "openblas_thread_timeout": 4 if CAME_BEFORE_NUMPY else None}
+    machine |= {
+        "load_before": LOAD_BEFORE,
+        "openblas_thread_timeout": 4 if CAME_BEFORE_NUMPY else None,
+    }
     content = {
         "benchmark": benchmark,
         "machine": machine,
@@ -239,8 +260,17 @@ def report(
 # -- claims ---------------------------------------------------------------------------------------
 
 
-def claim(what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any) -> dict[str, Any]:
+def claim(
+    what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any
+) -> dict[str, Any]:
     """Return a measured value (None where it could not be measured) and its limit, a lower one unless `at_most`."""
     met = None if value is None else (value <= limit if at_most else value >= limit)
     relation = "<=" if at_most else ">="
-    return {"what": what, "value": value, "relation": relation, "limit": limit, "met": met, **details}
+    return {
+        "what": what,
+        "value": value,
+        "relation": relation,
+        "limit": limit,
+        "met": met,
+        **details,
+    }

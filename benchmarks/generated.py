@@ -52,7 +52,9 @@ def filled(path: Path, name: str, section: str, text: str | None = None) -> str:
     if path.suffix == ".py":
         begin, end = f"# generated: {name}\n", "# end of generated\n"
     text = path.read_text(encoding="utf-8") if text is None else text
-    text, count = re.subn(f"{begin}.*?{end}", lambda _: f"{begin}{section}{end}", text, flags=re.DOTALL)
+    text, count = re.subn(
+        f"{begin}.*?{end}", lambda _: f"{begin}{section}{end}", text, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"{path.name} has {count} places for the table of {name}, not 1")
     return text
@@ -80,7 +82,9 @@ def check(files: Mapping[Path, str]) -> int:
 def main(doc: str, write: Callable[[], None], check: Callable[[], int]) -> int:
     """Write or check the generated files, by the command line."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if something is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, fail if something is not current"
+    )
     if parser.parse_args().check:
         return 1 if check() else 0
     write()

@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: parts.INTERRUPTED.set())
     with tempfile.TemporaryDirectory(prefix="lowprec-gpu-", ignore_cleanup_errors=True) as folder:
         path, content = run_all(options, Path(folder), begin=begin)
-    rows = [[name, f"{r['elapsed_s']:.1f}", parts.state(r)[:100]] for name, r in content["results"].items()]
+    rows = [
+        [name, f"{r['elapsed_s']:.1f}", parts.state(r)[:100]]
+        for name, r in content["results"].items()
+    ]
     print(f"\n{table(('part', 's', 'state'), rows, words=1)}")
     if not content["machine"]["gpu"]:
         print("\nno GPU was used: the tests ran against the software CUDA")
@@ -73,9 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = common.parser(__doc__ or "")
-    parser.add_argument("--parts", type=_names, default=[*limits()], metavar="A,B", help="`first`, `second`, or parts")
-    parser.add_argument("--limit", type=float, default=parts.TOTAL_S, metavar="SECONDS", help="for all of it")
-    parser.add_argument("--part-limit", type=float, metavar="SECONDS", help="for each part, instead of its own")
+    parser.add_argument(
+        "--parts",
+        type=_names,
+        default=[*limits()],
+        metavar="A,B",
+        help="`first`, `second`, or parts",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=parts.TOTAL_S, metavar="SECONDS", help="for all of it"
+    )
+    parser.add_argument(
+        "--part-limit", type=float, metavar="SECONDS", help="for each part, instead of its own"
+    )
     parser.add_argument("--commit", help="of the checkout, where it was copied without its history")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
@@ -87,13 +100,19 @@ def _names(text: str) -> list[str]:
     runs = {run: parts.run_order(run, tests.modules()) for run in parts.RUNS}
     names = [name for word in text.replace(" ", "").split(",") for name in runs.get(word, [word])]
     if not set(names) <= set(known):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose of {', '.join([*runs, *known])}, with commas between")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: choose of {', '.join([*runs, *known])}, with commas between"
+        )
     # The report is named after the machine, which this part describes.
     return list(dict.fromkeys(["device", *names]))
 
 
 def run_all(
-    options: argparse.Namespace, folder: Path, *, begin: float, execute: Callable[..., Result] = parts.execute
+    options: argparse.Namespace,
+    folder: Path,
+    *,
+    begin: float,
+    execute: Callable[..., Result] = parts.execute,
 ) -> tuple[Path, Result]:
     """Run the parts in order, and rewrite the report after each; return its path and the report."""
     results: dict[str, Result] = {}
@@ -113,7 +132,11 @@ def run_all(
         results[name] = {"question": parts.question(name), **result}
         if name == "smoke":
             why_not = smoke.failure(result)
-            print("\n".join([*smoke.lines(result), *([f"{why_not}. {smoke.ADVICE}"] if why_not else [])]))
+            print(
+                "\n".join(
+                    [*smoke.lines(result), *([f"{why_not}. {smoke.ADVICE}"] if why_not else [])]
+                )
+            )
         print(f"{time.monotonic() - begin:6.1f} s    {parts.state(results[name])}", flush=True)
         part_log = folder / f"{name}.log"
         if part_log.exists():
@@ -133,7 +156,9 @@ def _left_for_tests(name: str, results: Mapping[str, Result]) -> float:
     """Return the seconds left for the test modules of the first run; the measurements keep their share."""
     if name in (*parts.MEASUREMENTS, *parts.RUNS["second"]):
         return math.inf
-    return parts.ALL_TESTS_S - sum(r["elapsed_s"] for n, r in results.items() if n not in parts.MEASUREMENTS)
+    return parts.ALL_TESTS_S - sum(
+        r["elapsed_s"] for n, r in results.items() if n not in parts.MEASUREMENTS
+    )
 
 
 def _run(

@@ -42,7 +42,10 @@ def all_threads() -> int:
 
 def of_numpy(rows: list[Any], weights: list[Any]) -> Calls:
     turned = [np.ascontiguousarray(x.T) for x in weights]
-    return {"numpy, b by columns": lambda i: rows[i] @ weights[i].T, "numpy, b by rows": lambda i: rows[i] @ turned[i]}
+    return {
+        "numpy, b by columns": lambda i: rows[i] @ weights[i].T,
+        "numpy, b by rows": lambda i: rows[i] @ turned[i],
+    }
 
 
 def of_torch(rows: list[Any], weights: list[Any]) -> Calls:
@@ -56,14 +59,19 @@ def of_torch(rows: list[Any], weights: list[Any]) -> Calls:
     half = [torch.randint(0, 16, (n, k), dtype=torch.int32, generator=generator) for _ in w]
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
     packed = [pack(y, 1) for y in half]
-    scales, of_groups = torch.ones(n, dtype=torch.bfloat16), torch.ones((k // GROUP, n, 2), dtype=torch.bfloat16)
+    scales, of_groups = (
+        torch.ones(n, dtype=torch.bfloat16),
+        torch.ones((k // GROUP, n, 2), dtype=torch.bfloat16),
+    )
     int8, int4 = torch.ops.aten._weight_int8pack_mm, torch.ops.aten._weight_int4pack_mm_for_cpu
     linear = torch.nn.functional.linear
     return {
         "torch float32": lambda i: linear(x[i], w[i]),
         "torch bfloat16": lambda i: linear(x[i].bfloat16(), narrow[i]).float(),
         "torch _weight_int8pack_mm": lambda i: int8(x[i].bfloat16(), codes[i], scales).float(),
-        "torch _weight_int4pack_mm": lambda i: int4(x[i].bfloat16(), packed[i], GROUP, of_groups).float(),
+        "torch _weight_int4pack_mm": lambda i: int4(
+            x[i].bfloat16(), packed[i], GROUP, of_groups
+        ).float(),
     }
 
 
@@ -81,15 +89,22 @@ def of_onnxruntime(rows: list[Any], weights: list[Any], count: int) -> Calls:
             "MatMulNBits", ["a", "b", "scales"], ["c"], domain="com.microsoft",
             K=k, N=n, bits=bits, block_size=GROUP, accuracy_level=level,
         )  # fmt: skip
-        a, c = (helper.make_tensor_value_info(x, TensorProto.FLOAT, ["m", size]) for x, size in (("a", k), ("c", n)))
+        a, c = (
+            helper.make_tensor_value_info(x, TensorProto.FLOAT, ["m", size])
+            for x, size in (("a", k), ("c", n))
+        )
         stored = [numpy_helper.from_array(codes, "b"), numpy_helper.from_array(scales, "scales")]
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-        model = helper.make_model(helper.make_graph([node], "product", [a], [c], stored), opset_imports=opsets)
+        model = helper.make_model(
+            helper.make_graph([node], "product", [a], [c], stored), opset_imports=opsets
+        )
         model.ir_version = 10
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = count
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
 
     calls: Calls = {}
     for bits in (4, 8):
@@ -106,14 +121,22 @@ def of_lowprec(rows: list[Any], weights: list[Any]) -> Calls:
         "bfloat16": (None, lambda x: x.T.astype(ml_dtypes.bfloat16)),
         **{f"float by {name}": (None, _quantised(name)) for name in ("mxfp8", "fp8_rows", "int8")},
         **{f"float by {name}": (None, _quantised(name)) for name in ("mxfp4", "nvfp4", "int4")},
-        **{f"int8_blocks by {name}": ("int8_blocks", _quantised(name)) for name in ("mxfp4", "nvfp4", "int4", "int8")},
-        **{f"mode {name}": (name, lambda x: x.T) for name in ("mxfp4", "nvfp4", "int8_blocks", "int8", "mxfp8")},
+        **{
+            f"int8_blocks by {name}": ("int8_blocks", _quantised(name))
+            for name in ("mxfp4", "nvfp4", "int4", "int8")
+        },
+        **{
+            f"mode {name}": (name, lambda x: x.T)
+            for name in ("mxfp4", "nvfp4", "int8_blocks", "int8", "mxfp8")
+        },
     }
     calls: Calls = {}
     for name, (mode, make) in stored.items():
         kept = None if name.startswith("int8_blocks by") else mode
         prepared = [lowprec.prepare(make(x), math_mode=kept) for x in weights]
-        calls[f"lowprec {name}"] = lambda i, mode=mode, w=prepared: lowprec.matmul(rows[i], w[i], math_mode=mode)
+        calls[f"lowprec {name}"] = lambda i, mode=mode, w=prepared: lowprec.matmul(
+            rows[i], w[i], math_mode=mode
+        )
     return calls
 
 

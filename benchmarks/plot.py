@@ -75,7 +75,12 @@ def recovery(rows: Rows) -> Any:
             for number, scheme in enumerate(dict.fromkeys(r["scheme"] for r in own)):
                 points = [(r["n"], r[measure]) for r in own if r["scheme"] == scheme and r[measure]]
                 # Hollow, since some points coincide.
-                panel.plot(*zip(*points, strict=True), label=scheme, fillstyle="none", **plotting.marked(number))
+                panel.plot(
+                    *zip(*points, strict=True),
+                    label=scheme,
+                    fillstyle="none",
+                    **plotting.marked(number),
+                )
             panel.set_xscale("log", base=2)
             if measure == "largest_error":
                 panel.set_yscale("log")
@@ -97,7 +102,9 @@ def tradeoff(rows: Rows) -> Any:
     figure, (panel,) = _figure(4.6)
     best = sorted((r["speed"]["median"], r["normalised"]) for r in own if r["on_front"])
     panel.plot(*zip(*best, strict=True), color=plotting.INK, alpha=0.5, zorder=1)
-    plotting.points(panel, {r["mode"]: (r["speed"]["median"], r["normalised"]) for r in own}, markersize=7)
+    plotting.points(
+        panel, {r["mode"]: (r["speed"]["median"], r["normalised"]) for r in own}, markersize=7
+    )
     panel.set_xlabel(f"speed over fp32, n = {n} (faster to the right)")
     panel.set_ylabel("|C - AB| / (|A| |B|)")
     plotting.legend(figure, panel, ncols=5)
@@ -141,9 +148,13 @@ def solve(rows: Rows) -> Any:
         points = [r for r in own if r["mode"] == mode]
         style = MODES[mode]
         at = [r["condition"] for r in points]
-        panels[0].plot(at, [r["speed"]["median"] for r in points], label=f"factor in {mode}", **style)
+        panels[0].plot(
+            at, [r["speed"]["median"] for r in points], label=f"factor in {mode}", **style
+        )
         panels[1].plot(at, [r["steps"] for r in points], **style)
-    for panel, title in zip(panels, ("speed over the best library", "steps of refinement"), strict=True):
+    for panel, title in zip(
+        panels, ("speed over the best library", "steps of refinement"), strict=True
+    ):
         panel.set_xscale("log")
         panel.set_ylim(bottom=0)
         panel.set_title(title)
@@ -157,11 +168,20 @@ def solve(rows: Rows) -> Any:
 #: By the name of the benchmark: how its result is drawn, and what the drawing shows.
 CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "accuracy": (accuracy, "Error and bound by size, mode and distribution"),
-    "recovery": (recovery, "Largest error and affected digit by size, scheme, interval and arithmetic"),
+    "recovery": (
+        recovery,
+        "Largest error and affected digit by size, scheme, interval and arithmetic",
+    ),
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
-    "solve": (solve, "Speed and steps of refinement against the condition number, by mode of the factor"),
-    "digits": (digits.draw, "Share of test digits that each training does not recognise, by library and precision"),
+    "solve": (
+        solve,
+        "Speed and steps of refinement against the condition number, by mode of the factor",
+    ),
+    "digits": (
+        digits.draw,
+        "Share of test digits that each training does not recognise, by library and precision",
+    ),
 }
 
 

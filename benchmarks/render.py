@@ -106,7 +106,9 @@ def _tables(parts: Tables) -> list[str]:
     for corner, cells in parts.items():
         if cells:
             names, columns = (list(dict.fromkeys(name)) for name in zip(*cells, strict=True))
-            lines = [[name, *(cells.get((name, column), "-") for column in columns)] for name in names]
+            lines = [
+                [name, *(cells.get((name, column), "-") for column in columns)] for name in names
+            ]
             tables.append(table([corner, *columns], lines))
     return tables
 
@@ -118,14 +120,26 @@ def _pivoted(*specs: Cells) -> Callable[[Result], list[str]]:
         tables: Tables = {}
         first_spec: dict[str, int] = {}
         for r in result["results"]:
-            medians = {name: x["median"] for name, x in r.items() if isinstance(x, Mapping) and "median" in x}
-            units = {f"{name}_{unit}": x * by for name, x in medians.items() for unit, by in (("ms", 1e3), ("us", 1e6))}
+            medians = {
+                name: x["median"]
+                for name, x in r.items()
+                if isinstance(x, Mapping) and "median" in x
+            }
+            units = {
+                f"{name}_{unit}": x * by
+                for name, x in medians.items()
+                for unit, by in (("ms", 1e3), ("us", 1e6))
+            }
             for number, (*formats, has_it) in enumerate(specs):
                 if has_it(r):
-                    corner, name, column, cell = (text.format_map({**r, **medians, **units}) for text in formats)
+                    corner, name, column, cell = (
+                        text.format_map({**r, **medians, **units}) for text in formats
+                    )
                     first_spec.setdefault(corner, number)
                     tables.setdefault(corner, {})[name, column] = cell
-        return _tables({corner: tables[corner] for corner in sorted(tables, key=first_spec.__getitem__)})
+        return _tables(
+            {corner: tables[corner] for corner in sorted(tables, key=first_spec.__getitem__)}
+        )
 
     return make
 
@@ -146,7 +160,10 @@ def gemm(result: Result) -> list[str]:
     parts = []
     for square in (True, False):
         cells = {
-            (r["variant"], _size(r)): f"{r['gflops']:.0f} ({r['speed']['numpy float32']['median']:.2f})"
+            (
+                r["variant"],
+                _size(r),
+            ): f"{r['gflops']:.0f} ({r['speed']['numpy float32']['median']:.2f})"
             for r in result["results"]
             if claims.is_square(r) is square
         }
@@ -179,7 +196,9 @@ def recovery(result: Result) -> list[str]:
     for r in rows:
         if r["n"] == largest:
             digit = "all" if r["affected_digit"] is None else f"{r['affected_digit']:.1f}"
-            parts.setdefault(f"{r['arithmetic']}, n = {largest}: digits", {})[r["scheme"], r["interval"]] = digit
+            parts.setdefault(f"{r['arithmetic']}, n = {largest}: digits", {})[
+                r["scheme"], r["interval"]
+            ] = digit
     return _tables(parts)
 
 
@@ -206,7 +225,13 @@ def narrow(result: Result) -> list[str]:
     over = ": speed over bfloat16"
     speeds = _pivoted(
         (f"both operands{over}", "`{format}`", "n = {n}", "{speed:.2f}", _where(kind="storage")),
-        (f"the weight{over}", "`{format}`", "{m} x {n} x {n}", "{speed:.2f}", _where(kind="weight")),
+        (
+            f"the weight{over}",
+            "`{format}`",
+            "{m} x {n} x {n}",
+            "{speed:.2f}",
+            _where(kind="weight"),
+        ),
     )
     return [table(header, errors), *speeds(result)]
 
@@ -216,12 +241,18 @@ def beside_torch(result: Result) -> list[str]:
     rows = []
     for r in result["results"]:
         both = r["torch"], r["lowprec"]
-        figures = [f"{x} of {r['of']:,}" if r["of"] else f"{1e3 * x['median']:.2f} ms" for x in both]
+        figures = [
+            f"{x} of {r['of']:,}" if r["of"] else f"{1e3 * x['median']:.2f} ms" for x in both
+        ]
         rows.append([r["units"], r["case"], *figures])
     return [generated.table(["instruction sets", "product", "PyTorch", "lowprec"], rows, words=2)]
 
 
-_CALL, _UNSCALED, _TRADED = "8 x 8 float32, us per call", "GB/s (x PyTorch)", "speed over fp32, error"
+_CALL, _UNSCALED, _TRADED = (
+    "8 x 8 float32, us per call",
+    "GB/s (x PyTorch)",
+    "speed over fp32, error",
+)
 
 _PARTS: dict[str, Callable[[Result], list[str]]] = {
     "gemm": gemm,

@@ -89,8 +89,11 @@ def _tf32(x: Any) -> Any:
 
 
 def _fp16(x: Any) -> Any:
-    _, exponents = np.frexp(np.abs(x).max(-1, keepdims=True))  # the largest number of a row becomes 2^14 or more
-    return np.ldexp(np.ldexp(x, 15 - exponents).astype(np.float16).astype(np.float64), exponents - 15)
+    # the largest number of a row becomes 2^14 or more
+    _, exponents = np.frexp(np.abs(x).max(-1, keepdims=True))
+    return np.ldexp(
+        np.ldexp(x, 15 - exponents).astype(np.float16).astype(np.float64), exponents - 15
+    )
 
 
 ROUNDINGS: dict[str, Callable[[Any], Any]] = {
@@ -113,7 +116,9 @@ class Job(NamedTuple):
 def job(rng: np.random.Generator, shape: Sequence[int], mode: str) -> Job:
     """Return a product of this shape with its result in a mode, computed without lowprec."""
     a, b = exact_operands(rng, *shape)
-    return Job(a, b, (ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)).astype(np.float32))
+    return Job(
+        a, b, (ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+    )
 
 
 def same_bits(x: Any, y: Any) -> bool:
@@ -174,7 +179,9 @@ class Round:
         start.wait()
         try:
             while time.monotonic() < self.deadline:
-                self.guarded(rng, frameworks=False) if rng.random() < 0.2 else self.multiply(rng, mode)
+                self.guarded(rng, frameworks=False) if rng.random() < 0.2 else self.multiply(
+                    rng, mode
+                )
         except Exception as error:  # noqa: BLE001 - any error is a failure
             self.fail("error", f"in a thread, {mode}: {error!r}")
 
@@ -262,7 +269,10 @@ def run_round(seed: int, seconds: float) -> None:
         import torch
 
         torch.set_float32_matmul_precision("high")
-        readers += [torch.get_float32_matmul_precision, lambda: torch.backends.cuda.matmul.allow_tf32]
+        readers += [
+            torch.get_float32_matmul_precision,
+            lambda: torch.backends.cuda.matmul.allow_tf32,
+        ]
     this = Round(seed, seconds)
     signal.signal(signal.SIGALRM, this.on_signal)
 
@@ -272,7 +282,8 @@ def run_round(seed: int, seconds: float) -> None:
     sys.unraisablehook = unraisable
     start = threading.Barrier(len(MODES) + 1)
     others = [
-        threading.Thread(target=this.background, args=(i, mode, start), daemon=True) for i, mode in enumerate(MODES)
+        threading.Thread(target=this.background, args=(i, mode, start), daemon=True)
+        for i, mode in enumerate(MODES)
     ]
     for other in others:
         other.start()
@@ -318,7 +329,9 @@ def run(seconds: float, seed: int = 0) -> dict[str, Any]:
 
 def _round(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
     command = [sys.executable, __file__, "--round", str(seed), "--seconds", str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             out, err = process.communicate(timeout=seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -329,7 +342,9 @@ def _round(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
     if out:
         yield json.loads(out.splitlines()[-1])
     if process.returncode or not out or err:
-        yield {"failures": [("crash", f"round {seed} ended with {process.returncode}: {err[-4000:]}")]}
+        yield {
+            "failures": [("crash", f"round {seed} ended with {process.returncode}: {err[-4000:]}")]
+        }
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -359,7 +374,11 @@ def run_memory(calls: int, warm_up: int, fresh_every: int, seed: int) -> dict[st
         """Return the resident memory (Linux) and the number of Python's blocks after some calls."""
         for i in range(count):
             (m, k, n), (mode, wrap) = next(hot if i % fresh_every else fresh), next(kinds)
-            lowprec.matmul(wrap(store[: m * k].reshape(m, k)), wrap(store[-k * n :].reshape(k, n)), math_mode=mode)
+            lowprec.matmul(
+                wrap(store[: m * k].reshape(m, k)),
+                wrap(store[-k * n :].reshape(k, n)),
+                math_mode=mode,
+            )
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE"), sys.getallocatedblocks()
@@ -375,12 +394,17 @@ def run_memory(calls: int, warm_up: int, fresh_every: int, seed: int) -> dict[st
 
 def claims(hostile: dict[str, Any] | None, memory: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the claims about both runs; systems without signals and forks have no storm."""
-    limits = {f"storm: {what}": (hostile and hostile["failures"][kind], 0) for kind, what in FAILURES.items()}
+    limits = {
+        f"storm: {what}": (hostile and hostile["failures"][kind], 0)
+        for kind, what in FAILURES.items()
+    }
     growth = f"growth of resident memory over {memory['calls']} calls, MiB"
     limits[growth] = memory["rss_growth_bytes"] / 2**20, RSS_TOLERANCE_MIB
     blocks = BLOCKS_TOLERANCE / memory["new_shape_every"]
     limits["growth of Python's memory blocks per call"] = memory["blocks_per_call"], blocks
-    return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
+    return [
+        common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()
+    ]
 
 
 def main() -> int:
@@ -396,7 +420,9 @@ def main() -> int:
     hostile = run(seconds, seed) if hasattr(os, "fork") else None
     if hostile is not None:
         print("\n".join([f"storm: {hostile['counts']}", *hostile["descriptions"]]), flush=True)
-    memory = run_memory(4_000, 17_000, 2, seed) if quick else run_memory(1_000_000, 170_000, 20, seed)
+    memory = (
+        run_memory(4_000, 17_000, 2, seed) if quick else run_memory(1_000_000, 170_000, 20, seed)
+    )
     results = [*([hostile] if hostile else []), memory]
     common.report("stress", arguments, results, claims(hostile, memory), seconds=seconds)
     return int(hostile is not None and any(hostile["failures"].values()))

@@ -48,7 +48,11 @@ def models_of_timm() -> Iterator[Model]:
     import timm
 
     images = {"x": torch.randn(2, 3, 64, 64)}
-    yield "ViT, timm", partial(timm.create_model, "vit_tiny_patch16_224", img_size=64, depth=2), images
+    yield (
+        "ViT, timm",
+        partial(timm.create_model, "vit_tiny_patch16_224", img_size=64, depth=2),
+        images,
+    )
     yield "ConvNeXt", partial(timm.create_model, "convnext_atto"), images
 
 
@@ -56,10 +60,18 @@ def models_of_transformers() -> Iterator[Model]:
     """Yield models of text, images and sound."""
     import transformers as t
 
-    wide = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    wide = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
     text = {**wide, "vocab_size": 100}
     of_text = {"input_ids": torch.randint(0, 100, (2, 16))}
-    of_image, of_sound = {"pixel_values": torch.randn(2, 3, 32, 32)}, {"input_features": torch.randn(1, 8, 100)}
+    of_image, of_sound = (
+        {"pixel_values": torch.randn(2, 3, 32, 32)},
+        {"input_features": torch.randn(1, 8, 100)},
+    )
     whisper = t.WhisperConfig(
         d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -70,11 +82,19 @@ def models_of_transformers() -> Iterator[Model]:
     gpt2 = t.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100)
     yield "BERT", partial(t.BertModel, t.BertConfig(**text)), of_text
     yield "GPT-2", partial(t.GPT2LMHeadModel, gpt2), of_text
-    yield "Llama", partial(t.LlamaForCausalLM, t.LlamaConfig(**text, num_key_value_heads=2)), of_text
+    yield (
+        "Llama",
+        partial(t.LlamaForCausalLM, t.LlamaConfig(**text, num_key_value_heads=2)),
+        of_text,
+    )
     yield "Mixtral", partial(t.MixtralForCausalLM, mixtral), of_text
     ids = of_text["input_ids"]
     yield "T5", partial(t.T5ForConditionalGeneration, t5), {**of_text, "decoder_input_ids": ids}
-    yield "Whisper", partial(t.WhisperForConditionalGeneration, whisper), {**of_sound, "decoder_input_ids": ids[:1]}
+    yield (
+        "Whisper",
+        partial(t.WhisperForConditionalGeneration, whisper),
+        {**of_sound, "decoder_input_ids": ids[:1]},
+    )
     yield "ViT", partial(t.ViTModel, t.ViTConfig(**wide, image_size=32, patch_size=8)), of_image
 
 
@@ -93,7 +113,10 @@ def show_errors() -> None:
         torch.manual_seed(0)
         compare(name, partial(step, create().eval(), inputs), lowprec.torch.intercept)
     of_numpy = partial(lowprec.numpy.intercept, cast=True)
-    for name, program, intercept in (("digits, NumPy", digits, of_numpy), ("equinox", equinox, lowprec.jax.intercept)):
+    for name, program, intercept in (
+        ("digits, NumPy", digits, of_numpy),
+        ("equinox", equinox, lowprec.jax.intercept),
+    ):
         try:
             compare(name, program(), intercept)
         except ImportError as error:
@@ -106,7 +129,10 @@ def compare(name: str, run: Program, intercept: Callable[[str], Any]) -> None:
     for mode in MODES:
         with intercept(mode) as seen:
             found = run()
-        errors = [f"{what} {np.linalg.norm(found[what] - x) / np.linalg.norm(x):.1e}" for what, x in true.items()]
+        errors = [
+            f"{what} {np.linalg.norm(found[what] - x) / np.linalg.norm(x):.1e}"
+            for what, x in true.items()
+        ]
         report = seen.report()
         passed = {p.operator: p.reason for p in report.passed}
         taken = sum(p.count for p in report.taken)
@@ -167,7 +193,11 @@ def steps() -> Iterator[tuple[str, Callable[[], Any], int]]:
     gru, sequence = nn.GRU(64, 64), torch.randn(16, 4, 64)
     yield "GRU, inference", torch.no_grad()(lambda: gru(sequence)), 15
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
-    yield "encoder 256, training", partial(step, nn.TransformerEncoder(layer, 3), {"src": torch.randn(4, 128, 256)}), 1
+    yield (
+        "encoder 256, training",
+        partial(step, nn.TransformerEncoder(layer, 3), {"src": torch.randn(4, 128, 256)}),
+        1,
+    )
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
@@ -194,8 +224,12 @@ def show_times() -> None:
     for name, run, count in steps():
         seconds = timing.take_turns(("plain", *MODES), partial(sample, run, count), rounds=9)
         plain = seconds["plain"]
-        shown = ", ".join(f"{mode} {timing.speed_ratio(seconds[mode], plain)['median']:.2f}" for mode in MODES)
-        print(f"{name:26} plain {1e3 * statistics.median(plain):.2f} ms; time relative to it: {shown}")
+        shown = ", ".join(
+            f"{mode} {timing.speed_ratio(seconds[mode], plain)['median']:.2f}" for mode in MODES
+        )
+        print(
+            f"{name:26} plain {1e3 * statistics.median(plain):.2f} ms; time relative to it: {shown}"
+        )
 
 
 if __name__ == "__main__":

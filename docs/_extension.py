@@ -57,7 +57,9 @@ def findings(html: str) -> list[str]:
     ['loads from another site: <img src="https://x.org/a.png">', 'is a table that was not parsed: <p>| a | b |']
     """
     found = [f"loads from another site: {element}" for element in _LOADS.findall(html)]
-    return found + [f"is a table that was not parsed: {text}" for text in re.findall(r"<p>\|[^<\n]{0,60}", html)]
+    return found + [
+        f"is a table that was not parsed: {text}" for text in re.findall(r"<p>\|[^<\n]{0,60}", html)
+    ]
 
 
 def _check_pages(app: Sphinx, exception: Exception | None) -> None:

@@ -52,7 +52,13 @@ def mode_table() -> str:
     """Return the math modes that this version runs, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
-        [_code(row.mode.value), row.inputs, str(len(row.pairs)), _code(row.jax_preset), _gpu_words(row)]
+        [
+            _code(row.mode.value),
+            row.inputs,
+            str(len(row.pairs)),
+            _code(row.jax_preset),
+            _gpu_words(row),
+        ]
         for row in modes.TABLE
     ]
     return table(header, rows)
@@ -86,7 +92,8 @@ def kernel_table() -> str:
     """Return the CPU's kernels for each kind of numbers, in order of preference."""
     formats = ("float64", "float32", "tf32", "float16", "bfloat16", "int8")
     rows = [
-        [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)] for fmt in formats
+        [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)]
+        for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
 
@@ -101,7 +108,11 @@ GENERATIONS = (
     ("Intel Skylake-SP", "AVX-512", _AVX512),
     ("Intel Cascade Lake, Ice Lake, Tiger Lake", "AVX-512, VNNI", _VNNI),
     ("Intel Cooper Lake, AMD Zen 4 and Zen 5", "AVX-512, VNNI, BF16", _BF16),
-    ("Intel Sapphire Rapids and later Xeons", "AMX, AVX-512, VNNI, BF16", _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
+    (
+        "Intel Sapphire Rapids and later Xeons",
+        "AMX, AVX-512, VNNI, BF16",
+        _BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+    ),
     ("AArch64", "NEON", None),
     ("AArch64 with dot products (Apple M1, Neoverse N1)", "NEON, DotProd", None),
     ("AArch64 with bfloat16 (Apple M2, Neoverse V1)", "NEON, DotProd, BF16", None),
@@ -114,11 +125,22 @@ def generation_table() -> str:
     rows = []
     for processors, units, flags in GENERATIONS:
         every = kernels_of("x86_64" if flags else "aarch64")
-        names = {"fp32_neon", *(("int8_neon",) * ("Dot" in units)), *(("bf16_neon",) * ("BF16" in units))}
-        found = (x.requires for x in every if x.requires and (flags or set()).issuperset(x.instruction_sets))
-        able = Capabilities("cpu", processors, every, frozenset(found) if flags else frozenset(names))
+        names = {
+            "fp32_neon",
+            *(("int8_neon",) * ("Dot" in units)),
+            *(("bf16_neon",) * ("BF16" in units)),
+        }
+        found = (
+            x.requires
+            for x in every
+            if x.requires and (flags or set()).issuperset(x.instruction_sets)
+        )
+        able = Capabilities(
+            "cpu", processors, every, frozenset(found) if flags else frozenset(names)
+        )
         kernels = [
-            _code(choose_kernel(fmt, able)[0].name) for fmt in ("float32", "tf32", "float16", "bfloat16", "int8")
+            _code(choose_kernel(fmt, able)[0].name)
+            for fmt in ("float32", "tf32", "float16", "bfloat16", "int8")
         ]
         assert kernels[1] == kernels[2]
         rows.append([processors, units, kernels[0], *kernels[2:]])
@@ -127,7 +149,13 @@ def generation_table() -> str:
 
 def emulation_table() -> str:
     """Return how the tensor cores that can be emulated sum."""
-    names = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+    names = {
+        "float16": "fp16",
+        "bfloat16": "bf16",
+        "tf32": "tf32",
+        "float8_e4m3fn": "E4M3",
+        "float8_e5m2": "E5M2",
+    }
     rows = [
         [
             architecture.label,
@@ -147,7 +175,13 @@ def emulation_table() -> str:
 
 def gpu_table() -> str:
     """Return the models of NVIDIA GPUs for which a plan can be made without one."""
-    formats = {"FP64": "float64", "FP32": "float32", "TF32": "tf32", "BF16": "bfloat16", "FP16": "float16"}
+    formats = {
+        "FP64": "float64",
+        "FP32": "float32",
+        "TF32": "tf32",
+        "BF16": "bfloat16",
+        "FP16": "float16",
+    }
     formats |= {"FP8": "float8_e4m3fn", "INT8": "int8"}
     rows = [
         [
@@ -155,7 +189,10 @@ def gpu_table() -> str:
             model.source,
             "{}.{}".format(*model.compute_capability),
             str(model.multiprocessors),
-            *(f"{model.peak_tflops[f]:g}" if f in model.peak_tflops else "-" for f in formats.values()),
+            *(
+                f"{model.peak_tflops[f]:g}" if f in model.peak_tflops else "-"
+                for f in formats.values()
+            ),
             str(model.bandwidth),
             str(model.memory),
             f"{model.l2:g}",
@@ -195,7 +232,12 @@ def weight_table() -> str:
     rows, errors, speeds = _measured_narrow()
     speeds["bfloat16"] = "1.00"
     cells = [
-        [_code(name) + prepared, f"{r['nbytes'] / 1e6:.1f} MB", errors[name], f"{speeds[name + prepared]} x"]
+        [
+            _code(name) + prepared,
+            f"{r['nbytes'] / 1e6:.1f} MB",
+            errors[name],
+            f"{speeds[name + prepared]} x",
+        ]
         for name, r in rows.items()
         for prepared in ("", ", prepared")
         if name + prepared in speeds
@@ -246,13 +288,22 @@ def verified_claims() -> str:
         f"{_verified.conditions(report)}\n\n{table(header, _verified.claim_rows(report))}"
         for report in _verified.reports()
     ]
-    return "\n".join(parts) or "None yet: run `python benchmarks/gpu_report.py` on a machine with a GPU.\n"
+    return (
+        "\n".join(parts)
+        or "None yet: run `python benchmarks/gpu_report.py` on a machine with a GPU.\n"
+    )
 
 
 def torch_table() -> str:
     """Return the PyTorch transformations that lowprec's product supports, from the rows of the test."""
     rows = [
-        [_code(row.name), *(torch_matrix.REFUSALS.get(row.refused.get(c, ""), "yes") for c in torch_matrix.COLUMNS)]
+        [
+            _code(row.name),
+            *(
+                torch_matrix.REFUSALS.get(row.refused.get(c, ""), "yes")
+                for c in torch_matrix.COLUMNS
+            ),
+        ]
         for row in torch_matrix.ROWS
     ]
     return table(["transformation", *torch_matrix.COLUMNS], rows)
@@ -273,7 +324,10 @@ def literal_types() -> str:
     """Return the types of the names that arguments accept, for type checkers."""
     presets = {row.jax_preset.lower(): row.jax_preset for row in modes.TABLE if row.jax_preset}
     names = {
-        "ModeName": [*map(str, modes.MathMode), *(presets.get(alias, alias) for alias in modes.ALIASES)],
+        "ModeName": [
+            *map(str, modes.MathMode),
+            *(presets.get(alias, alias) for alias in modes.ALIASES),
+        ],
         "BoundName": map(str, Bound),
         "ActivationName": map(str, Activation),
         "ArchitectureName": map(str, Architecture),
@@ -283,7 +337,9 @@ def literal_types() -> str:
         text = ", ".join(f'"{value}"' for value in values)
         one = f"{name}: TypeAlias = Literal[{text}]"
         rest = textwrap.fill(text, 120, initial_indent=" " * 4, subsequent_indent=" " * 4)
-        lines.append(one if len(one) <= 120 else f"{name}: TypeAlias = Literal[\n{rest},\n]  # fmt: skip")
+        lines.append(
+            one if len(one) <= 120 else f"{name}: TypeAlias = Literal[\n{rest},\n]  # fmt: skip"
+        )
     return "\n".join(lines) + "\n"
 
 

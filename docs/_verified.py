@@ -193,7 +193,9 @@ def markers(folder: Path = tests.FOLDER) -> dict[str, list[str]]:
     for path in sorted(folder.glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for decorator in getattr(node, "decorator_list", ()):
-                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("mark.feature"):
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(
+                    "mark.feature"
+                ):
                     for words in map(ast.literal_eval, decorator.args):
                         found.setdefault(words, []).append(f"`{path.name}`, `{node.name}`")
     return found  # fmt: skip
@@ -239,7 +241,15 @@ def conditions(report: Report) -> str:
     gpu, versions = machine["gpu"], machine["versions"]
     device = gpu["devices"][0]
     driver = machine.get("nvidia_smi", {}).get("driver_version", "unknown")
-    names = ("lowprec", "torch", "cupy-cuda13x", "jax", "nvmath-python", "cuda-bindings", "cuda-core")
+    names = (
+        "lowprec",
+        "torch",
+        "cupy-cuda13x",
+        "jax",
+        "nvmath-python",
+        "cuda-bindings",
+        "cuda-core",
+    )
     told = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     commit = machine.get("commit") or "unknown"
     return (

@@ -33,7 +33,9 @@ from lowprec.rounding_rules import Format
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, emulation, linalg, testing
-    from lowprec import dask as dask  # by two names, which type checkers require of a name that is not in `__all__`
+
+    # by two names, which type checkers require of a name that is not in `__all__`
+    from lowprec import dask as dask
     from lowprec import jax as jax
     from lowprec import numpy as numpy
     from lowprec import torch as torch
@@ -55,7 +57,10 @@ if typing.TYPE_CHECKING:
 
 #: Imported with their first use.
 _LAZY = {
-    **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "testing", "torch")},
+    **{
+        name: f"lowprec.{name}"
+        for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "testing", "torch")
+    },
     **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
     **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
     "QuantizedArray": "lowprec.arrays.quantized",

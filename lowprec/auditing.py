@@ -65,7 +65,8 @@ class AuditRow:
     device: str
     operation: str
     size: int  #: Extents of the matrices, or channels.
-    precision: str  #: One of ``"fp32"``, ``"split"`` (parts of 16 bits), ``"tf32"``, ``"fp16"``, ``"bf16"``,
+    #: One of ``"fp32"``, ``"split"`` (parts of 16 bits), ``"tf32"``, ``"fp16"``, ``"bf16"``,
+    precision: str
     #: ``"fp16 sums"``; ``"unknown"`` if the operation failed.
     detail: str = ""  #: The error message of a failed operation.
 
@@ -80,7 +81,8 @@ class Audit(Report):
     """
 
     rows: tuple[AuditRow, ...]
-    switches: dict[str, dict[str, str]]  #: By library: the switches that are set, and the variables of its environment.
+    #: By library: the switches that are set, and the variables of its environment.
+    switches: dict[str, dict[str, str]]
 
     def below(self, precision: str) -> tuple[AuditRow, ...]:
         """Return the operations whose precision is lower than this one."""
@@ -333,7 +335,11 @@ def _of_jax(jax: Any) -> Iterator[tuple[str, Operations]]:
 
 
 def _of_numpy(numpy: Any) -> Iterator[tuple[str, Operations]]:
-    operations: Operations = {"matmul": numpy.matmul, "dot": numpy.dot, "solve": partial(_solved, numpy.linalg.solve)}
+    operations: Operations = {
+        "matmul": numpy.matmul,
+        "dot": numpy.dot,
+        "solve": partial(_solved, numpy.linalg.solve),
+    }
     yield "cpu", operations
 
 
@@ -346,7 +352,10 @@ def _of_cupy(cupy: Any) -> Iterator[tuple[str, Operations]]:
 
     for number in range(cupy.cuda.runtime.getDeviceCount()):
         run = partial(partial, on, number)
-        operations: Operations = {"matmul": run(cupy.matmul), "solve": partial(_solved, run(cupy.linalg.solve))}
+        operations: Operations = {
+            "matmul": run(cupy.matmul),
+            "solve": partial(_solved, run(cupy.linalg.solve)),
+        }
         yield f"cuda:{number}", operations
 
 

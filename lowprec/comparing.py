@@ -107,7 +107,9 @@ def _alone(run: Run, reference: Mode) -> dict[str, dict[str, Mode]]:
     return {layer: {glob.escape(layer): mode, "*": reference} for layer, mode in modes.items()}
 
 
-def _recorded(function: Callable[[], Any], scope: intercept, recorder: Recorder | None) -> tuple[Run, list[Any]]:
+def _recorded(
+    function: Callable[[], Any], scope: intercept, recorder: Recorder | None
+) -> tuple[Run, list[Any]]:
     """Return the products and the numbers of a call."""
     scope.recorder = recorder
     with _same_random_numbers(), scope:
@@ -181,7 +183,11 @@ def read_record(path: str) -> Run | None:
 
 
 def compare_programs(
-    mode: str, against: str, runs: Sequence[Run | None], found: Sequence[str], expected: Sequence[str]
+    mode: str,
+    against: str,
+    runs: Sequence[Run | None],
+    found: Sequence[str],
+    expected: Sequence[str],
 ) -> RunComparison:
     """Return the report of two runs of a program, of their products and printed lines, the reference's last."""
     run, reference = (each or Run(()) for each in runs)

@@ -27,7 +27,9 @@ from lowprec.modes import MathMode, Mode, ResolvedMode, row
 from lowprec.policy.scopes import emulate
 
 
-def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> da.Array:
+def product(
+    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None
+) -> da.Array:
     """Return a product with a Dask array as a lazy array; Dask records no gradients."""
     plan = entry.plan
     k_chunk = call.options.k_chunk
@@ -69,7 +71,12 @@ def _dask_array(name: str, x: Any) -> da.Array:
 
 
 def _product(
-    a: da.Array, b: da.Array, resolved: ResolvedMode, accumulator: str, out: str, k_chunk: int | None
+    a: da.Array,
+    b: da.Array,
+    resolved: ResolvedMode,
+    accumulator: str,
+    out: str,
+    k_chunk: int | None,
 ) -> da.Array:
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
@@ -134,7 +141,9 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
     return [0 if length == 1 else i for i, length in zip(mine, batch, strict=True)]
 
 
-def _add_product(acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: Any = None, k_chunk: Any = None) -> Any:
+def _add_product(
+    acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: Any = None, k_chunk: Any = None
+) -> Any:
     """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
     scope = emulate(emulates) if emulates else contextlib.nullcontext()
     options: Any = {"math_mode": mode, "out_dtype": out, "k_chunk": k_chunk}

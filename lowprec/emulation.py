@@ -96,7 +96,9 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     if isinstance(format, str):
         name_of_format = _FORMATS.get(format.strip().lower())
     if name_of_format is None:
-        raise SettingError(f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}")
+        raise SettingError(
+            f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}"
+        )
     model = arithmetic(parse_architecture(arch), name_of_format)
     x = _view("a", a)
     y = _view("b", b)
@@ -116,7 +118,9 @@ def _view(name: str, x: Any) -> ArrayView:
     if view.device is not CPU:
         raise DeviceError(f"{name} is on {view.device}; mma computes in host memory, copy it there")
     if view.dtype is not DType.FLOAT32:
-        raise DTypeError(f"{name} has dtype {view.dtype}; mma takes float32 arrays with values of the format")
+        raise DTypeError(
+            f"{name} has dtype {view.dtype}; mma takes float32 arrays with values of the format"
+        )
     return view
 
 
@@ -124,7 +128,9 @@ def _batch_shape(a: Shape, b: Shape, c: Shape) -> Shape:
     described = f"a {a}, b {b}, c {c}"
     are_matrices = min(len(a), len(b), len(c)) > 1
     if not are_matrices or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
-        raise ShapeError(f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {described}")
+        raise ShapeError(
+            f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {described}"
+        )
     try:
         return np.broadcast_shapes(a[:-2], b[:-2], c[:-2])
     except ValueError:
@@ -138,4 +144,6 @@ def _check_values(name: str, x: Any, fmt: str) -> None:
     wrong = np.argwhere(is_changed)
     if len(wrong):
         first = tuple(wrong[0].tolist())
-        raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is not a {fmt} number; round the operands first")
+        raise ArrayError(
+            f"{name}{list(first)} is {x[first]!r}, which is not a {fmt} number; round the operands first"
+        )

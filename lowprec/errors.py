@@ -56,7 +56,11 @@ hopper h100 h200 gh200 sm_90 9.0: hopper h100
 blackwell b200 sm_100 10.0: blackwell b200
 int16 int32 int64 uint8 uint16 uint32 uint64 float128:
 """
-_MEANT = {word: names.split() for words, names in re.findall("(.+):(.*)", _WORDS) for word in words.split()}
+_MEANT = {
+    word: names.split()
+    for words, names in re.findall("(.+):(.*)", _WORDS)
+    for word in words.split()
+}
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
@@ -230,4 +234,6 @@ def warn(text: str, once: str = "") -> None:
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
     file = frame.f_code.co_filename
-    warnings.warn_explicit(text, LowprecWarning, file, frame.f_lineno, names.get("__name__"), registry)
+    warnings.warn_explicit(
+        text, LowprecWarning, file, frame.f_lineno, names.get("__name__"), registry
+    )

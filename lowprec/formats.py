@@ -73,7 +73,8 @@ BFLOAT16 = _ieee("bfloat16", 8, 127)
 FLOAT16 = _ieee("float16", 11, 15)
 FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 4, -6, 8, 448.0, has_infinity=False)
 FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
-FLOAT8_E8M0FNU = NumberFormat("float8_e8m0fnu", 1, -127, 127, 2.0**127, has_infinity=False)  # powers of two, unsigned
+# powers of two, unsigned
+FLOAT8_E8M0FNU = NumberFormat("float8_e8m0fnu", 1, -127, 127, 2.0**127, has_infinity=False)
 FLOAT4_E2M1FN = NumberFormat("float4_e2m1fn", 2, 0, 2, 6.0, has_infinity=False)  # without NaN
 INT8 = NumberFormat("int8", 7, 0, 6, 127.0, has_infinity=False)  # with a scale: symmetric integers
 #: int8 and int4: spacing 1, no exponent. Codes of int4 are from -8 to 7; those of int8 are symmetric.
@@ -99,7 +100,9 @@ def number_format(name: str) -> NumberFormat:
         return ELEMENTS[name]
     found = _NAME.fullmatch(name)
     if found is None:
-        raise DTypeError(f"{quoted(name)} is not a format of elements, such as 'e3m2' or 'e4m3fnuz'")
+        raise DTypeError(
+            f"{quoted(name)} is not a format of elements, such as 'e3m2' or 'e4m3fnuz'"
+        )
     exponent, mantissa = map(int, found.groups()[:2])
     specials = found[3] or "none"
     bias = (1 << exponent >> 1) - (specials != "fnuz")
@@ -115,7 +118,9 @@ def number_format(name: str) -> NumberFormat:
     bits = exponent + mantissa + 1
     if not (2 <= bits <= 8 and exponent > 0 and -100 <= 1 - bias <= top <= 100):
         raise DTypeError(f"{name} is not a format of 2 to 8 bits with exponents from -100 to 100")
-    return NumberFormat(name, mantissa + 1, 1 - bias, top, significand * 2.0**top, has_infinity=specials == "ieee")
+    return NumberFormat(
+        name, mantissa + 1, 1 - bias, top, significand * 2.0**top, has_infinity=specials == "ieee"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,9 @@ class BlockFormat:
             return prod(shape) * self.bits // 8
         block = self.of_length(shape[axis]).block
         scale = (4 if self.has_float_scales else 1) + self.has_zeros
-        return prod(shape) // shape[axis] * -(-shape[axis] // block) * (block * self.bits // 8 + scale)
+        return (
+            prod(shape) // shape[axis] * -(-shape[axis] // block) * (block * self.bits // 8 + scale)
+        )
 
 
 FormatName: TypeAlias = Literal["fp8", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int8", "int4"]
@@ -175,13 +182,29 @@ GROUPS = (32, 64, 128)
 NARROW = (
     BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
     BlockFormat("fp8_rows", FLOAT8_E4M3FN, 8, WHOLE, FLOAT32, has_scale=False),
-    BlockFormat("fp8_blocks", FLOAT8_E4M3FN, 8, 128, FLOAT32, has_scale=False, is_stored=False, square=True),
     BlockFormat(
-        "mxfp8", FLOAT8_E4M3FN, 8, 32, FLOAT8_E8M0FNU, has_scale=False, scale_mode="VEC32_UE8M0", cuda_data_type=28
+        "fp8_blocks", FLOAT8_E4M3FN, 8, 128, FLOAT32, has_scale=False, is_stored=False, square=True
+    ),
+    BlockFormat(
+        "mxfp8",
+        FLOAT8_E4M3FN,
+        8,
+        32,
+        FLOAT8_E8M0FNU,
+        has_scale=False,
+        scale_mode="VEC32_UE8M0",
+        cuda_data_type=28,
     ),
     BlockFormat("mxfp4", FLOAT4_E2M1FN, 4, 32, FLOAT8_E8M0FNU, has_scale=False),
     BlockFormat(
-        "nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True, scale_mode="VEC16_UE4M3", cuda_data_type=33
+        "nvfp4",
+        FLOAT4_E2M1FN,
+        4,
+        16,
+        FLOAT8_E4M3FN,
+        has_scale=True,
+        scale_mode="VEC16_UE4M3",
+        cuda_data_type=33,
     ),
     BlockFormat("int8", INT8_CODES, 8, WHOLE, FLOAT32, has_scale=False),
     BlockFormat("int8_blocks", INT8_CODES, 8, 32, FLOAT32, has_scale=False, is_stored=False),
@@ -299,7 +322,9 @@ def dtype_from_name(name: str) -> DType:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise DTypeError(f"dtype {quoted(name)} is not supported; supported: {operand_names()}") from None
+        raise DTypeError(
+            f"dtype {quoted(name)} is not supported; supported: {operand_names()}"
+        ) from None
 
 
 def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:

@@ -43,7 +43,9 @@ class Info(Report, Facts):
 
     def __repr__(self) -> str:
         mode = self["mode"]["name"]
-        return f"<Info lowprec {self['version']}, {self['python']}, {self['platform']}, mode {mode}>"
+        return (
+            f"<Info lowprec {self['version']}, {self['python']}, {self['platform']}, mode {mode}>"
+        )
 
     _width = 120
     _gap = "\n\n"
@@ -98,7 +100,9 @@ def info() -> Info:
     variables = list(environment.rows())
     warnings = [*environment.problems(), *cpu["warnings"]]
     if gpu["driver"] is not None and not gpu["used"]:
-        warnings.append(f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}")
+        warnings.append(
+            f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
+        )
     if not has_cache:
         for i, row in enumerate(variables):
             if row.name == "LOWPREC_CACHE_DIR":
@@ -141,7 +145,9 @@ def _gpus() -> tuple[Facts, list[Facts]]:
     return {**nothing, **cuda["versions"], "used": True, "reason": None}, cuda["devices"]
 
 
-def _library(name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]) -> Facts:
+def _library(
+    name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]
+) -> Facts:
     module = sys.modules.get(name)
     version = getattr(module, "__version__", None) or _installed_version(distributions)
     detail = opened.get(name)
@@ -245,7 +251,11 @@ _GPU_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_capability", "compute capability", str),
     ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
     ("multiprocessors", "multiprocessors", str),
-    ("peak_tflops", "peak TFLOP/s", lambda x: ", ".join(f"{name} {rate:.0f}" for name, rate in x.items()) or "unknown"),
+    (
+        "peak_tflops",
+        "peak TFLOP/s",
+        lambda x: ", ".join(f"{name} {rate:.0f}" for name, rate in x.items()) or "unknown",
+    ),
     ("workspace_bytes", "workspace", lambda n: f"{n / 2**20:.0f} MiB per handle and stream"),
 )
 

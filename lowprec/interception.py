@@ -67,7 +67,12 @@ class intercept(Interception):
     ) -> None:
         self._names = _checked(libraries)
         super().__init__(math_mode, statistics)
-        self._options: dict[str, Any] = {"statistics": statistics, "attention": attention, "step": step, "cast": cast}
+        self._options: dict[str, Any] = {
+            "statistics": statistics,
+            "attention": attention,
+            "step": step,
+            "cast": cast,
+        }
         self._parts: dict[str, Interception] = {}
 
     @property
@@ -115,7 +120,9 @@ class intercept(Interception):
         products = [product for report in seen for product in report.products]
         products.sort(key=lambda product: -product.multiplications)
         remarks = [remark for report in seen for remark in report.remarks]
-        return InterceptionReport(repr(self), tuple(products), (*self.ledger.notes, *remarks), 1, self.statistics)
+        return InterceptionReport(
+            repr(self), tuple(products), (*self.ledger.notes, *remarks), 1, self.statistics
+        )
 
     def __repr__(self) -> str:
         chosen = "" if self._names is None else f", {list(self._names)}"
@@ -128,7 +135,9 @@ def _checked(libraries: Iterable[str] | None) -> tuple[str, ...] | None:
     names = tuple(libraries)
     for name in names:
         if name not in LIBRARIES:
-            raise SettingError(f"libraries: choose among {', '.join(LIBRARIES)}, got {quoted(name)}")
+            raise SettingError(
+                f"libraries: choose among {', '.join(LIBRARIES)}, got {quoted(name)}"
+            )
     return names
 
 

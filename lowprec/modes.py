@@ -85,7 +85,8 @@ class ModeRow:
     part_exponent: int = 0  # part i is multiplied by 2^(i * part_exponent)
     factors: tuple[float, ...] = ()  # factors of the products; empty: derived from part_exponent
     sums_parts: bool = False  # the sum of the parts, rounded, is an additional part
-    emulation: ComputeType | None = None  # by which cuBLASLt emulates the mode in one call, on some GPUs
+    # by which cuBLASLt emulates the mode in one call, on some GPUs
+    emulation: ComputeType | None = None
     acts_on: frozenset[DType] = frozenset({DType.FLOAT32, DType.COMPLEX64})  # types of the operands
     quantizes: bool = False  # both operands, to codes with scales along the inner axis
 
@@ -147,7 +148,9 @@ _SCALED = f"{_TWO_FLOAT16}, the low one scaled by 2^11"
 #: Every mode, in the order of the documentation.
 TABLE: tuple[ModeRow, ...] = (
     _row(_M.FP32, formats.FLOAT32, "float32", "F32_F32_F32"),
-    ModeRow(_M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC),
+    ModeRow(
+        _M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC
+    ),
     _row(_M.FP64, formats.FLOAT64, "float64 (widened, rounded once at the end)", "F64_F64_F64"),
     _row(_M.TF32, formats.TF32, "TF32 (8-bit exponent, 10-bit mantissa)", "TF32_TF32_F32"),
     _row(_M.BF16, formats.BFLOAT16, "bfloat16", "BF16_BF16_F32"),
@@ -176,7 +179,11 @@ TABLE: tuple[ModeRow, ...] = (
         sums_parts=True,
     ),
     # Planning replaces it by another mode.
-    ModeRow(_M.FP32_EMULATED, formats.FLOAT32, "those of the fastest scheme whose bound is no worse than fp32's"),
+    ModeRow(
+        _M.FP32_EMULATED,
+        formats.FLOAT32,
+        "those of the fastest scheme whose bound is no worse than fp32's",
+    ),
     # On single precision it is ``fp32``.
     ModeRow(
         _M.FP64_EMULATED,
@@ -189,8 +196,12 @@ TABLE: tuple[ModeRow, ...] = (
         ModeRow(
             MathMode(name),
             rules[0].number_format or formats.INT8,
-            f"{rules[0]}" if rules[0] == rules[1] else f"{rules[0]} (b: {'{} x {}'.format(*rules[1].block)})",
-            compute_type=ComputeType.COMPUTE_32F if rules[0].number_format else ComputeType.COMPUTE_32I,
+            f"{rules[0]}"
+            if rules[0] == rules[1]
+            else f"{rules[0]} (b: {'{} x {}'.format(*rules[1].block)})",
+            compute_type=ComputeType.COMPUTE_32F
+            if rules[0].number_format
+            else ComputeType.COMPUTE_32I,
             data=DType.BFLOAT16 if rules[0].number_format else DType.INT8,
             acts_on=frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16}),
             quantizes=True,
@@ -296,9 +307,13 @@ def parse_mode(name: str | Mode | Format, what: str = "math_mode") -> Mode:
     if found is None:
         if callable(name):  # a model or a function
             kind = type(name).__name__
-            raise ModeError(f'{what} is a {kind}, not a math mode; call it in a block: with intercept("bf16"): ...')
+            raise ModeError(
+                f'{what} is a {kind}, not a math mode; call it in a block: with intercept("bf16"): ...'
+            )
         similar = did_you_mean(name, _BY_NAME)
-        raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}{similar}")
+        raise ModeError(
+            f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}{similar}"
+        )
     return found
 
 

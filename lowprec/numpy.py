@@ -90,7 +90,9 @@ class intercept(Interception):
         for pattern, _ in self.rules:
             if not blas.applies(pattern):
                 self._watch = None  # of a scope that is not made
-                raise ModeError(f"{pattern!r} matches no routine; they are {', '.join(blas.ROUTINES)}")
+                raise ModeError(
+                    f"{pattern!r} matches no routine; they are {', '.join(blas.ROUTINES)}"
+                )
         self._rule = blas.rule_of(self.rules)
 
     def _key(self) -> list[blas.Scope]:
@@ -108,7 +110,8 @@ class intercept(Interception):
 
     def _hold(self, holder: Entry) -> None:
         super()._hold(holder)
-        self.ledger.collect = self._collect  # not before, for a scope that is not used ends without the collector
+        # not before, for a scope that is not used ends without the collector
+        self.ledger.collect = self._collect
         holder.key[0].enter(self._of_all_threads)
 
     def _release(self, holder: Entry) -> None:
@@ -117,7 +120,9 @@ class intercept(Interception):
             self._count(scope)
         super()._release(holder)
 
-    def apply_to_process(self, folder: str | None, is_first: bool, show: Callable[[InterceptionReport], None]) -> None:
+    def apply_to_process(
+        self, folder: str | None, is_first: bool, show: Callable[[InterceptionReport], None]
+    ) -> None:
         self._of_all_threads = True
         super().apply_to_process(folder, is_first, show)
 
@@ -155,9 +160,15 @@ class intercept(Interception):
 
     def _remarks(self) -> list[str]:
         self._collect()
-        taken = [x.dtype for _, x in self.ledger._sums.copy() if x.mode not in ("", "fp64_emulated")]
+        taken = [
+            x.dtype for _, x in self.ledger._sums.copy() if x.mode not in ("", "fp64_emulated")
+        ]
         rounded = "float64" in taken or "complex128" in taken
-        cast = ["float64 operands were rounded once, to the numbers of the mode (cast=True)."] if rounded else []
+        cast = (
+            ["float64 operands were rounded once, to the numbers of the mode (cast=True)."]
+            if rounded
+            else []
+        )
         return [*cast, _NOT_SEEN]
 
 
@@ -173,7 +184,9 @@ def _loops(is_on: bool) -> None:
     """
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     pointer_of = pointer(("PyCapsule_GetPointer", ctypes.pythonapi))
-    table = ctypes.cast(pointer_of(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p))
+    table = ctypes.cast(
+        pointer_of(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p)
+    )
     replace = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, *3 * [ctypes.c_void_p])(table[30])
     functions = [getattr(np, name, None) for name in ("matmul", "matvec", "vecmat", "vecdot")]
     kinds = [(function, kind) for function in functions if function for kind in function.types]

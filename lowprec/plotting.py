@@ -133,7 +133,9 @@ def image_format(path: str | os.PathLike[str]) -> str:
     known = bases.FigureCanvasBase.get_supported_filetypes()
     if suffix not in known:
         names = ", ".join(known)
-        raise SettingError(f"plot writes {names}, chosen by the suffix of the path, got {quoted(os.fspath(path))}")
+        raise SettingError(
+            f"plot writes {names}, chosen by the suffix of the path, got {quoted(os.fspath(path))}"
+        )
     return suffix
 
 
@@ -151,7 +153,9 @@ def write(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
     write_file(path, image(draw, image_format(path)))
 
 
-def bar_figure(title: str, names: Sequence[str], series: Mapping[str, Sequence[float]], label: str) -> Any:
+def bar_figure(
+    title: str, names: Sequence[str], series: Mapping[str, Sequence[float]], label: str
+) -> Any:
     """Return a figure of horizontal bars, one for each name."""
     shown, note = first(names)
     drawn, ((panel,),) = figure(1.6 + 0.22 * len(shown))

@@ -33,9 +33,17 @@ class RequiredPrecision:
         self._check("end")
 
     def _check(self, when: str) -> None:
-        state = str([(c.name, attempt(c, c.describe)) for c in controllers() if c.module in sys.modules])
+        state = str(
+            [(c.name, attempt(c, c.describe)) for c in controllers() if c.module in sys.modules]
+        )
         if state not in self._measured:
             self._measured[state] = audit(sizes=(_SIZE,)).below(self._precision)
-        found = ", ".join(f"{row.library}'s {row.operation} is in {row.precision}" for row in self._measured[state])
+        found = ", ".join(
+            f"{row.library}'s {row.operation} is in {row.precision}"
+            for row in self._measured[state]
+        )
         if found:
-            pytest.fail(f"--lowprec-require {self._precision}: at the {when} of the test {found}", pytrace=False)
+            pytest.fail(
+                f"--lowprec-require {self._precision}: at the {when} of the test {found}",
+                pytrace=False,
+            )

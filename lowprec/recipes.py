@@ -128,13 +128,17 @@ class Recipe:
         """Raise ModeError for an option that changes none of the three products."""
         rules = [rule for name in _PAIRS for rule in _formats_of(self, name)]
         options = {
-            "scale_rule": self.scale_rule == "floor" or any(_ruled(rule, self.scale_rule) != rule for rule in rules),
-            "weight_block": not self.weight_block or any(rule.block_scale == "e4m3" for rule in rules),
+            "scale_rule": self.scale_rule == "floor"
+            or any(_ruled(rule, self.scale_rule) != rule for rule in rules),
+            "weight_block": not self.weight_block
+            or any(rule.block_scale == "e4m3" for rule in rules),
         }
         for name, has_effect in options.items():
             if not has_effect:
                 text = _text(getattr(self, name))
-                raise ModeError(f"{name}={text} has no effect on a recipe of {_text(self.forward)}; omit {name}=")
+                raise ModeError(
+                    f"{name}={text} has no effect on a recipe of {_text(self.forward)}; omit {name}="
+                )
 
     def in_pass(self, product: Pass) -> str | Recipe:
         """Return the recipe of one of the three products, or its mode's name."""
@@ -168,7 +172,9 @@ class Recipe:
 
         NVIDIA, "Pretraining large language models with NVFP4", arXiv 2509.25149.
         """
-        return cls("nvfp4", rounding="stochastic_gradients", seed=seed, hadamard=16, weight_block=(16, 16))
+        return cls(
+            "nvfp4", rounding="stochastic_gradients", seed=seed, hadamard=16, weight_block=(16, 16)
+        )
 
     def at(self, step: int | None = None, layer: int | None = None) -> Recipe:
         """Return the recipe for a step and a layer, each with its random numbers."""
@@ -239,11 +245,15 @@ def parse_recipe(text: str) -> Recipe:
     for item in filter(None, rest.removesuffix(")").split(",")):
         key, _, value = item.partition("=")
         if key not in _READERS or not value or key in given:
-            raise ModeError(f"{quoted(item)} in the recipe {quoted(text)} is not one of: {', '.join(_READERS)}")
+            raise ModeError(
+                f"{quoted(item)} in the recipe {quoted(text)} is not one of: {', '.join(_READERS)}"
+            )
         try:
             given[key] = _READERS[key](value)
         except (ValueError, KeyError):
-            raise ModeError(f"{quoted(item)} in the recipe {quoted(text)} has no legal value") from None
+            raise ModeError(
+                f"{quoted(item)} in the recipe {quoted(text)} has no legal value"
+            ) from None
     return Recipe(_names(name), **given)
 
 
@@ -296,9 +306,15 @@ def _checked_pair(name: str, value: Any) -> Any:
             )
     a, b = map(str, pair)
     families = {x.removesuffix("_e5m2") for x in (a, b)}
-    alone = {x.removesuffix("_e5m2") for x in (a, b) if rules_of_format(x)[0].block_scale == "float32" and ":" in x}
+    alone = {
+        x.removesuffix("_e5m2")
+        for x in (a, b)
+        if rules_of_format(x)[0].block_scale == "float32" and ":" in x
+    }
     if len(families) > 1 and not families.isdisjoint({*_ALONE, *alone}):
-        raise ModeError(f"{name} of a recipe: {a} and {b} cannot be multiplied; {' and '.join(_ALONE)} need one format")
+        raise ModeError(
+            f"{name} of a recipe: {a} and {b} cannot be multiplied; {' and '.join(_ALONE)} need one format"
+        )
     if a == b:
         return a
     return a, b
@@ -318,7 +334,9 @@ def _checked_integer(name: str, value: Any, bits: int) -> int | None:
     except TypeError:
         number = -1
     if isinstance(value, bool) or not 0 <= number < 1 << bits:
-        raise ModeError(f"{name} of a recipe must be an integer from 0 to 2^{bits} - 1, got {quoted(value)}")
+        raise ModeError(
+            f"{name} of a recipe must be an integer from 0 to 2^{bits} - 1, got {quoted(value)}"
+        )
     return number
 
 
@@ -364,7 +382,9 @@ def _refined(rule: Rule, recipe: Recipe, operand: int) -> Rule:
         rule = rule._replace(block=(1, rule.block[1]))  # both operands are activations or gradients
     if is_weight and recipe.weight_block and rule.block_scale == "e4m3":
         rule = rule._replace(block=recipe.weight_block)
-    if recipe.rounding == "stochastic" or (recipe.rounding == "stochastic_gradients" and is_gradient):
+    if recipe.rounding == "stochastic" or (
+        recipe.rounding == "stochastic_gradients" and is_gradient
+    ):
         rule = rule._replace(rounding="stochastic", seed=seed)
     if recipe.product == "grad_weight" and recipe.hadamard:
         rule = rule._replace(hadamard=recipe.hadamard, seed=seed)

@@ -65,7 +65,12 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return "".join([*map(html, self.tables()), *(f"<div>{escape(remark)}</div>" for remark in self.remarks)])
+        return "".join(
+            [
+                *map(html, self.tables()),
+                *(f"<div>{escape(remark)}</div>" for remark in self.remarks),
+            ]
+        )
 
 
 def document(tables: Iterable[Table], remarks: Iterable[str], width: int, gap: str = "\n") -> str:

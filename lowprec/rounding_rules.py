@@ -16,7 +16,8 @@ class Rule(NamedTuple):
     elements: str  # name for `formats.number_format`
     scaling: str  # "tensor", "vector" (along k), "block"
     block: tuple[int, int] = (1, 0)  # vectors and elements along k with a common scale
-    block_scale: str = ""  # a `ScaleRule`: powers of two; "e4m3" with a scale of the tensor; "float32"
+    # a `ScaleRule`: powers of two; "e4m3" with a scale of the tensor; "float32"
+    block_scale: str = ""
     rounding: str = "nearest"
     seed: int = 0  # key of the random numbers and of the Hadamard transform's signs
     stream: int = 0  # step, layer, pass and operand: part of the generator's counter
@@ -98,7 +99,11 @@ _SCALES = {
 }
 
 
-_BLOCK_SCALES = {formats.FLOAT8_E8M0FNU: "floor", formats.FLOAT8_E4M3FN: "e4m3", formats.FLOAT32: "float32"}
+_BLOCK_SCALES = {
+    formats.FLOAT8_E8M0FNU: "floor",
+    formats.FLOAT8_E4M3FN: "e4m3",
+    formats.FLOAT32: "float32",
+}
 
 
 def _rules_of(row: BlockFormat, elements: str) -> tuple[Rule, Rule]:
@@ -119,7 +124,9 @@ _ELEMENTS = {fmt: name for name, fmt in formats.ELEMENTS.items()}
 #: Rules of ``a`` and ``b`` by name; each mode that quantises is one of these.
 FORMATS = {name: _rules_of(row, _ELEMENTS[row.elements]) for name, row in _MODES.items()}
 FORMATS |= {
-    f"{name}_e5m2": _rules_of(row, "e5m2") for name, row in _MODES.items() if row.elements is formats.FLOAT8_E4M3FN
+    f"{name}_e5m2": _rules_of(row, "e5m2")
+    for name, row in _MODES.items()
+    if row.elements is formats.FLOAT8_E4M3FN
 }
 
 
@@ -178,7 +185,11 @@ class Format:
         default = _DEFAULTS.get((self.exponent, self.mantissa), "none")
         if self.specials is None:
             object.__setattr__(self, "specials", default)
-        standard = (1 << self.exponent >> 1) - (self.specials != "fnuz") if isinstance(self.exponent, int) else None
+        standard = (
+            (1 << self.exponent >> 1) - (self.specials != "fnuz")
+            if isinstance(self.exponent, int)
+            else None
+        )
         if self.bias == standard:
             object.__setattr__(self, "bias", None)
         try:
@@ -190,9 +201,13 @@ class Format:
                 f"block of a format must be one of {', '.join(map(repr, _LENGTHS))}, got {quoted(self.block)}"
             )
         if self.scale not in _SCALE_NAMES:
-            raise ModeError(f"scale of a format must be one of {', '.join(_SCALE_NAMES)}, got {quoted(self.scale)}")
+            raise ModeError(
+                f"scale of a format must be one of {', '.join(_SCALE_NAMES)}, got {quoted(self.scale)}"
+            )
         if self.scale != "float32" and isinstance(self.block, str):
-            raise ModeError(f"scales of a tensor or of rows are float32, got {self.scale}; pass block=32")
+            raise ModeError(
+                f"scales of a tensor or of rows are float32, got {self.scale}; pass block=32"
+            )
 
     @property
     def elements(self) -> str:
@@ -222,7 +237,9 @@ class Format:
         found = formats._NAME.fullmatch(name)
         given: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
         if found is None or not given.keys() <= {"block", "scale"} or len(given) < len(options):
-            raise ModeError(f"{quoted(text)} is not a format, such as 'e3m2' or 'e3m2:block=32:scale=e8m0'")
+            raise ModeError(
+                f"{quoted(text)} is not a format, such as 'e3m2' or 'e3m2:block=32:scale=e8m0'"
+            )
         if given.get("block", "").isdecimal():
             given["block"] = int(given["block"])
         bias = None if found[4] is None else int(found[4])

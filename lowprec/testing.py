@@ -56,7 +56,8 @@ class Tolerance(NamedTuple):
     np.True_
     """
 
-    reference: Array  #: float64 or complex128, shape (..., m, n): the exact product of the rounded operands.
+    #: float64 or complex128, shape (..., m, n): the exact product of the rounded operands.
+    reference: Array
     bound: Array  #: float64, of the same shape: largest absolute error of an element.
 
     def holds(self, c: Array) -> Array:
@@ -154,7 +155,13 @@ def _truncated(x: Array, fmt: NumberFormat) -> Array:
 
 @uncompiled
 def tolerance(
-    a: Any, b: Any, /, mode: ModeLike = MathMode.FP32, *, dtype: Any = None, device: str | None = None
+    a: Any,
+    b: Any,
+    /,
+    mode: ModeLike = MathMode.FP32,
+    *,
+    dtype: Any = None,
+    device: str | None = None,
 ) -> Tolerance:
     """Return the product that a kernel of a math mode should give, and the largest error of each element.
 
@@ -200,11 +207,15 @@ def tolerance(
 def _product(a: Any, b: Any, mode: ModeLike, dtype: Any, device: str | None) -> _Product:
     parsed = parse_mode(mode, "mode")
     if isinstance(parsed, Recipe) and parsed.rounding == "stochastic":
-        raise ModeError(f"{parsed} rounds at random, so that no result is expected; test {parsed.forward} without it")
+        raise ModeError(
+            f"{parsed} rounds at random, so that no result is expected; test {parsed.forward} without it"
+        )
     x = _host(a)
     y = _host(b)
     if min(x.ndim, y.ndim) < 2:
-        raise ShapeError(f"a and b must be matrices or stacks of them, got shapes {x.shape} and {y.shape}")
+        raise ShapeError(
+            f"a and b must be matrices or stacks of them, got shapes {x.shape} and {y.shape}"
+        )
     planned = plan(x, y, math_mode=parsed, out_dtype=dtype, device=device)
     return _Product(x, y, parsed, planned)
 
@@ -269,7 +280,9 @@ def _summation(planned: GemmPlan) -> Summation:
 
 
 @uncompiled
-def assert_matmul(c: Any, a: Any, b: Any, /, mode: ModeLike = MathMode.FP32, *, device: str | None = None) -> None:
+def assert_matmul(
+    c: Any, a: Any, b: Any, /, mode: ModeLike = MathMode.FP32, *, device: str | None = None
+) -> None:
     """Raise AssertionError unless a kernel's result is a right product of a math mode.
 
     Each element must be within the bound of :func:`tolerance`. Because that bound is the worst case, errors of a lower
@@ -302,7 +315,9 @@ def assert_matmul(c: Any, a: Any, b: Any, /, mode: ModeLike = MathMode.FP32, *, 
     given = _product(a, b, mode, result.dtype, device)
     expected, lost = _tolerance(given)
     if result.shape != expected.reference.shape:
-        raise ShapeError(f"c has shape {result.shape}; the product of a and b has {expected.reference.shape}")
+        raise ShapeError(
+            f"c has shape {result.shape}; the product of a and b has {expected.reference.shape}"
+        )
     found = _wide(result)
     wrong = ~expected.holds(found)
     nearer = _explanation(given, found, expected.reference, lost)
@@ -356,10 +371,8 @@ def _message(given: _Product, expected: Tolerance, found: Array, wrong: Array, n
     if wrong.any():
         place = tuple(map(int, np.argwhere(wrong)[0]))
         value, right = found[place], expected.reference[place]
-        line = (
-            f"{np.count_nonzero(wrong)} of {wrong.size} elements are wrong; the first, c{list(place)}, is {value:.9g}"
-        )
-        line += f" where {right:.9g} is right"
+        line = f"{np.count_nonzero(wrong)} of {wrong.size} elements are wrong; the first, "
+        line += f"c{list(place)}, is {value:.9g} where {right:.9g} is right"
         if np.isfinite(right):
             line += f": an error of {abs(value - right) / expected.bound[place]:.3g} bounds"
         lines.append(line)

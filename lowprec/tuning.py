@@ -122,7 +122,9 @@ def autotune(
     1.0
     """
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
-        raise SettingError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
+        raise SettingError(
+            f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"
+        )
     refuse_unknown("autotune", keywords, OF_PRODUCTS)
     call = bind(a, b, **keywords)
     resolved = mode_of(call, keywords.get("math_mode"), keywords.get("rtol"), keywords.get("bound"))
@@ -137,7 +139,9 @@ def autotune(
     timed: list[AlgorithmTiming] = []
 
     def measure(arguments: Arguments) -> None:
-        timed.extend(backend.tune(entry.execute, arguments, candidates=candidates, progress=progress))
+        timed.extend(
+            backend.tune(entry.execute, arguments, candidates=candidates, progress=progress)
+        )
 
     stream = library.current_stream(x.device) or 0
     with ExitStack() as stack:
@@ -151,4 +155,6 @@ def autotune(
         else:
             streams.run(measure, arguments, library, (call.a, call.b, *call.others))
     capabilities = entry.plan.capabilities
-    return AutotuneResult(title(entry.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))
+    return AutotuneResult(
+        title(entry.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed)
+    )

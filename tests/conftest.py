@@ -15,7 +15,12 @@ _OTHERS = {
     "MLX_ENABLE_TF32",
 }
 #: Kept: the variables that select the machine of the CUDA tests, and a lesser CPU for all tests.
-_KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_KERNELS", "LOWPREC_TEST_VECTORS", "LOWPREC_MAX_CPU_ISA"}
+_KEPT = {
+    "LOWPREC_TEST_DEVICE",
+    "LOWPREC_TEST_KERNELS",
+    "LOWPREC_TEST_VECTORS",
+    "LOWPREC_MAX_CPU_ISA",
+}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]
@@ -44,10 +49,16 @@ from lowprec.core import executors
 # takes seconds. "explore" searches for new counterexamples.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default")
+)
 
 
 @pytest.hookimpl(tryfirst=True)

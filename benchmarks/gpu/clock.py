@@ -131,7 +131,9 @@ def contest(
         return math.nan
 
     samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
-    measured.device_s = {name: times for name, times in samples.items() if name not in measured.errors}
+    measured.device_s = {
+        name: times for name, times in samples.items() if name not in measured.errors
+    }
     return measured
 
 

@@ -25,7 +25,9 @@ def fill(arch: str, variants: Sequence[Any]) -> list[str]:
 
     real = importlib.import_module("cuda.core")
     core = ModuleType(real.__name__)
-    vars(core).update(__version__=real.__version__, Program=real.Program, ProgramOptions=real.ProgramOptions)
+    vars(core).update(
+        __version__=real.__version__, Program=real.Program, ProgramOptions=real.ProgramOptions
+    )
     # Loading needs a context, and the parts that use a kernel load it.
     loaded = SimpleNamespace(get_kernel=lambda _: None)
     vars(core)["ObjectCode"] = SimpleNamespace(from_cubin=lambda _: loaded)
@@ -42,7 +44,9 @@ def fill(arch: str, variants: Sequence[Any]) -> list[str]:
     return errors
 
 
-def fill_in_processes(part: Part, arch: str, variants: Sequence[Any], processes: int, deadline: float) -> None:
+def fill_in_processes(
+    part: Part, arch: str, variants: Sequence[Any], processes: int, deadline: float
+) -> None:
     """Share the variants among processes; a variant that is not compiled is a row."""
     part.fact("processes", processes)
     part.fact("variants", len(variants))

@@ -22,9 +22,16 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
 #: Those of several products, and float64: on real matrices alone.
-MORE_MODES = tuple(str(mode) for mode in available_modes() if str(mode) not in MODES and not row(mode).quantizes)
+MORE_MODES = tuple(
+    str(mode) for mode in available_modes() if str(mode) not in MODES and not row(mode).quantizes
+)
 #: (first operand, second operand, out_dtype).
-FLOAT8 = ((E4M3, E4M3, None), (E4M3, E4M3, "float32"), (E4M3, E5M2, "float32"), (E5M2, E4M3, "float16"))
+FLOAT8 = (
+    (E4M3, E4M3, None),
+    (E4M3, E4M3, "float32"),
+    (E4M3, E5M2, "float32"),
+    (E5M2, E4M3, "float16"),
+)
 
 
 class Case(NamedTuple):
@@ -47,7 +54,10 @@ def cases(inner: tuple[int, ...]) -> Iterator[Case]:
         for first, second, out in FLOAT8:
             yield Case((first, second), distribution, k, None, out)
     # Whole rows and columns far beyond float16.
-    yield from (Case((dtype, dtype), "scaled", k, "fp16") for k, dtype in product(inner, ("float32", "complex64")))
+    yield from (
+        Case((dtype, dtype), "scaled", k, "fp16")
+        for k, dtype in product(inner, ("float32", "complex64"))
+    )
     for k, distribution, mode in product(inner, ("normal", "uniform"), MORE_MODES):
         yield Case(("float32", "float32"), distribution, k, mode)
 
@@ -58,12 +68,16 @@ def _draw(rng: np.random.Generator, shape: tuple[int, int], distribution: str, a
         return rng.random(shape)
     values = rng.standard_normal(shape)
     if distribution == "scaled":
-        values = np.ldexp(values, rng.integers(-30, 31, (shape[0], 1) if axis == 0 else (1, shape[1])))
+        values = np.ldexp(
+            values, rng.integers(-30, 31, (shape[0], 1) if axis == 0 else (1, shape[1]))
+        )
     return values
 
 
 @functools.lru_cache(maxsize=1)
-def operands(dtypes: tuple[str, str], distribution: str, k: int, side: int, seed: int) -> tuple[Any, Any]:
+def operands(
+    dtypes: tuple[str, str], distribution: str, k: int, side: int, seed: int
+) -> tuple[Any, Any]:
     rng = np.random.default_rng([seed, k, *distribution.encode()])
 
     def operand(shape: tuple[int, int], axis: int) -> Any:
@@ -127,14 +141,20 @@ def _whole(torch: Any, shape: tuple[int, ...], device: str, seed: int) -> Any:
 
 def leading_dimension(torch: Any, device: str, length: int, seed: int) -> bool:
     """Multiply columns of a matrix with rows of this length."""
-    a, b = torch.zeros((256, length), dtype=torch.bfloat16, device=device)[:, -64:], _whole(torch, (64, 32), device, 0)
+    a, b = (
+        torch.zeros((256, length), dtype=torch.bfloat16, device=device)[:, -64:],
+        _whole(torch, (64, 32), device, 0),
+    )
     a.copy_(_whole(torch, (256, 64), device, seed))
     return bool(torch.equal(lowprec.matmul(a, b, out_dtype="float32"), a.float() @ b.float()))
 
 
 def elements_of_a(torch: Any, device: str, rows: int, seed: int) -> bool:
     """Multiply a matrix of so many rows of 2^15 elements, of which the last row and few others are not zero."""
-    a, b = torch.zeros((rows, 1 << 15), dtype=torch.bfloat16, device=device), _whole(torch, (1 << 15, 8), device, 0)
+    a, b = (
+        torch.zeros((rows, 1 << 15), dtype=torch.bfloat16, device=device),
+        _whole(torch, (1 << 15, 8), device, 0),
+    )
     few = [0, rows // 2, rows - 1]
     a[few] = _whole(torch, (3, 1 << 15), device, seed)
     result = lowprec.matmul(a, b, out_dtype="float32")

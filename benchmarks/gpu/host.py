@@ -36,18 +36,24 @@ def host(part: Part, options: Options) -> None:
     import torch
 
     counts = {"calls": 20, "rounds": 3} if options.quick else {"calls": 200, "rounds": 15}
-    for dtype, mode in part.in_time((("float32", "fp32"), ("float32", "tf32"), ("bfloat16", None)), options):
+    for dtype, mode in part.in_time(
+        (("float32", "fp32"), ("float32", "tf32"), ("bfloat16", None)), options
+    ):
         words = {"dtype": dtype, "mode": mode}
         with part.attempt(name="all", **words):
             generator = torch.Generator("cuda").manual_seed(options.seed)
-            a, b = torch.randn((2, SIZE, SIZE), generator=generator, device="cuda").to(getattr(torch, dtype))
+            a, b = torch.randn((2, SIZE, SIZE), generator=generator, device="cuda").to(
+                getattr(torch, dtype)
+            )
             timers = {}
             for name, call in calls(torch, a, b, dtype, mode).items():
                 with part.attempt(name=name, **words):
                     call()
                     timers[name] = timeit.Timer("call()", globals={"call": call})
             # The device is waited for before each sample and not inside: the host is timed.
-            seconds = timing.repeat(timers, seed=options.seed, before=torch.cuda.synchronize, **counts)
+            seconds = timing.repeat(
+                timers, seed=options.seed, before=torch.cuda.synchronize, **counts
+            )
             for name, samples in seconds.items():
                 over = timing.speed_ratio(samples, seconds["torch"])["median"]
                 part.row(name=name, **words, seconds=timing.summary(samples), over_torch=over)

@@ -60,7 +60,9 @@ RULES: dict[str, Callable[[Any], Any]] = {
 def rounding(part: Part, options: Options) -> None:
     """Look at both operands; with a short inner dimension the library may not use tensor cores."""
     values = patterns(options.seed)
-    for k, side, compute in product((1, 16, 512), ("a", "b"), ("COMPUTE_32F_FAST_TF32", "COMPUTE_32F")):
+    for k, side, compute in product(
+        (1, 16, 512), ("a", "b"), ("COMPUTE_32F_FAST_TF32", "COMPUTE_32F")
+    ):
         words = {"k": k, "operand": side, "compute_type": compute}
         # The values are the first column of a or row of b; the other operand begins with ones, and the rest is zero.
         x, ones = np.zeros((len(values), k), np.float32), np.zeros((k, _SIDE), np.float32)
@@ -70,7 +72,10 @@ def rounding(part: Part, options: Options) -> None:
             bare = LtProduct(*((x, ones) if side == "a" else (ones.T, x.T)), compute=compute)
             algorithm, result = bare.first()
             returned = result[:, 0] if side == "a" else result[0]
-            shares = {name: float(np.mean(rule(values.view(np.uint32)) == returned)) for name, rule in RULES.items()}
+            shares = {
+                name: float(np.mean(rule(values.view(np.uint32)) == returned))
+                for name, rule in RULES.items()
+            }
             rule = next((name for name, share in shares.items() if share == 1.0), "none of these")
             # COMPUTE_32F rounds nothing; FAST_TF32's rule is the question.
             ok = rule == "not rounded" if compute == "COMPUTE_32F" else None
@@ -124,8 +129,12 @@ def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[st
     """Run algorithms that split k; with lowprec's mask all must be exact."""
     rng = np.random.default_rng(options.seed)
     # Extents that make the heuristics split. Whole sums of about 2^14 are exact in FP32 and in nothing narrower.
-    a, b = (rng.integers(0, 3, shape).astype(numpy_dtype(dtype)) for shape in ((64, 16384), (16384, 64)))
-    exact = (a.astype(np.float64) @ b.astype(np.float64)).astype(numpy_dtype(out)).astype(np.float64)
+    a, b = (
+        rng.integers(0, 3, shape).astype(numpy_dtype(dtype)) for shape in ((64, 16384), (16384, 64))
+    )
+    exact = (
+        (a.astype(np.float64) @ b.astype(np.float64)).astype(numpy_dtype(out)).astype(np.float64)
+    )
     allowed = schemes if out == "float32" or schemes == ("MASK",) else ("COMPUTE_TYPE",)
     words = {"question": "split", "dtype": dtype, "out_dtype": out, "allowed": list(allowed)}
     with part.attempt(**words):
@@ -137,7 +146,13 @@ def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[st
                 # lowprec takes the next algorithm after one that fails when it runs.
                 with part.attempt(ok=None, **words, rank=rank):
                     same = bool((bare.run(offered[rank]).astype(np.float64) == exact).all())
-                    part.row(ok=None if allowed == ("MASK",) else same, **words, rank=rank, exact=same, **info)
+                    part.row(
+                        ok=None if allowed == ("MASK",) else same,
+                        **words,
+                        rank=rank,
+                        exact=same,
+                        **info,
+                    )
 
 
 # -- NVIDIA_TF32_OVERRIDE, which a process reads once ---------------------------------------------
@@ -155,13 +170,19 @@ FP32_ERROR = 1.5e-5
 def must_be_float32(value: str | None, what: str) -> bool:
     """Whether float32 is documented: 0 forbids TF32; without the variable the plain types and modes are float32."""
     is_plain = what in ("COMPUTE_32F", "handle, DEFAULT_MATH")
-    return "PEDANTIC" in what or (value == "0" and (is_plain or "TF32" in what)) or (value is None and is_plain)
+    return (
+        "PEDANTIC" in what
+        or (value == "0" and (is_plain or "TF32" in what))
+        or (value is None and is_plain)
+    )
 
 
 def probe(seed: int) -> Iterator[dict[str, Any]]:
     """Yield the precision of each compute type and math mode in this process."""
     rng = np.random.default_rng(seed)
-    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((_SIDE, 1024), (1024, _SIDE)))
+    a, b = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((_SIDE, 1024), (1024, _SIDE))
+    )
     exact = a.astype(np.float64) @ b.astype(np.float64)
 
     def judged(result: Any) -> dict[str, Any]:
@@ -173,7 +194,10 @@ def probe(seed: int) -> Iterator[dict[str, Any]]:
 
     ways: dict[str, Callable[[], dict[str, Any]]]
     ways = {name: functools.partial(compute_type, name) for name in COMPUTE_TYPES}
-    ways |= {f"handle, {name}": lambda mode=mode: judged(_sgemm(mode, a, b)) for name, mode in MATH_MODES.items()}
+    ways |= {
+        f"handle, {name}": lambda mode=mode: judged(_sgemm(mode, a, b))
+        for name, mode in MATH_MODES.items()
+    }
     for what, way in ways.items():
         try:
             yield {"what": what, **way()}
@@ -201,5 +225,9 @@ def override(part: Part, options: Options) -> None:
     value = os.environ.get(OVERRIDE)
     for row in probe(options.seed):
         # A refusal of a documented precision is a failure, too; not of NaN.
-        ok = row.get("relative_error", math.inf) < FP32_ERROR if must_be_float32(value, row["what"]) else None
+        ok = (
+            row.get("relative_error", math.inf) < FP32_ERROR
+            if must_be_float32(value, row["what"])
+            else None
+        )
         part.row(ok=ok, override=value, **row)

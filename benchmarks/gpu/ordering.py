@@ -117,7 +117,9 @@ def ordering(part: Part, options: Options) -> None:
     platform = jax.devices()[0].platform
     part.fact("platform", platform)
     if platform != "gpu":
-        part.row(ok=None, question="JAX has a GPU", error=f"its devices are of the platform {platform}")
+        part.row(
+            ok=None, question="JAX has a GPU", error=f"its devices are of the platform {platform}"
+        )
         return
     work = Work(jax, 1024 if options.quick else _SIDE, _OPERAND_SIDE, options.seed)
     part.fact("long_s", work.long_s)

@@ -30,21 +30,49 @@ MEASUREMENTS = {
     "smoke": (60, "smoke", "Does each feature work at all?"),
     "compiling": (50, "compiling", "Are all kernels compiled, into the cache of the other parts?"),
     "accuracy": (55, "correctness", "Is every error within the plan's bound?"),
-    "override": (12, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
+    "override": (
+        12,
+        "numerics",
+        "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?",
+    ),
     "override-0": (12, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
     "override-1": (12, "numerics", "What with NVIDIA_TF32_OVERRIDE=1?"),
     "rounding": (15, "numerics", "How does FAST_TF32 round its operands?"),
-    "accumulation": (30, "numerics", "How are sums rounded: of tensor cores, of a split inner dimension?"),
-    "quantizing": (40, "speed", "How exact and how fast are the modes that quantise, compared with bf16?"),
+    "accumulation": (
+        30,
+        "numerics",
+        "How are sums rounded: of tensor cores, of a split inner dimension?",
+    ),
+    "quantizing": (
+        40,
+        "speed",
+        "How exact and how fast are the modes that quantise, compared with bf16?",
+    ),
     "host": (30, "host", "How long is the host busy with a small product?"),
     "speed": (150, "speed", "How fast compared with PyTorch?"),
-    "splits": (55, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
-    "formats": (80, "speed", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
-    "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
+    "splits": (
+        55,
+        "schemes",
+        "How exact and how fast are the schemes that recover FP32, by chunk of k?",
+    ),
+    "formats": (
+        80,
+        "speed",
+        "How exact and how fast are emulated, block-scaled and 2:4 sparse products?",
+    ),
+    "ordering": (
+        30,
+        "ordering",
+        "Does lowprec wait for JAX's pending work, and JAX for lowprec's?",
+    ),
     "limits": (60, "correctness", "Are long leading dimensions and 2^31 elements right?"),
 }
 #: Seconds of a module of tests, of some by name, and of those of the first run together.
-TESTS_S, TESTS_BY_NAME_S, ALL_TESTS_S = 50, {"test_programs": 90, "test_products": 80, "test_kernels": 90}, 220
+TESTS_S, TESTS_BY_NAME_S, ALL_TESTS_S = (
+    50,
+    {"test_programs": 90, "test_products": 80, "test_kernels": 90},
+    220,
+)
 #: All other modules of tests.
 OTHER_TESTS = "test_*"
 #: The parts of two runs, in the order of their value: a GPU may be available for minutes. The second run has the time
@@ -57,7 +85,15 @@ RUNS = {
     "second": ("device", "compiling", "speed", "splits", "formats", "ordering", "limits", "test_kernels"),
 }  # fmt: skip
 #: Measurements that run on the software CUDA, too, if the tests' variable asks for it.
-IN_SOFTWARE = ("smoke", "accuracy", "override", "override-0", "override-1", "rounding", "accumulation")
+IN_SOFTWARE = (
+    "smoke",
+    "accuracy",
+    "override",
+    "override-0",
+    "override-1",
+    "rounding",
+    "accumulation",
+)
 #: Set to the rest of a part's name behind "-"; unset in other parts.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
@@ -78,11 +114,18 @@ def run_order(run: str, tests: Iterable[str]) -> list[str]:
 def limits(tests: Iterable[str]) -> dict[str, float]:
     """Return the seconds of each part, in the order of both runs."""
     order = dict.fromkeys(name for run in RUNS for name in run_order(run, tests))
-    return {n: MEASUREMENTS[n][0] if n in MEASUREMENTS else TESTS_BY_NAME_S.get(n, TESTS_S) for n in order}
+    return {
+        n: MEASUREMENTS[n][0] if n in MEASUREMENTS else TESTS_BY_NAME_S.get(n, TESTS_S)
+        for n in order
+    }
 
 
 def question(name: str) -> str:
-    return MEASUREMENTS[name][-1] if name in MEASUREMENTS else "Which features work, by the tests with the marker?"
+    return (
+        MEASUREMENTS[name][-1]
+        if name in MEASUREMENTS
+        else "Which features work, by the tests with the marker?"
+    )
 
 
 def runner(name: str) -> Callable[[Part, Options], None]:
@@ -165,7 +208,11 @@ def not_run(why: str) -> Result:
 
 
 def execute(
-    command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str], reader: Callable[[], Result]
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    environment: Mapping[str, str],
+    reader: Callable[[], Result],
 ) -> Result:
     """Run a part in a process and return its result, whatever its end.
 
@@ -223,6 +270,10 @@ def state(result: Mapping[str, Any]) -> str:
     judged = [row["ok"] for row in rows if row["ok"] is not None]
     failed = judged.count(False)
     refused = sum(row["ok"] is None and bool(row.get("error")) for row in rows)
-    verdicts = [f"{failed} of {len(judged)} FAILED"] * bool(failed) + [f"{refused} with an ERROR"] * bool(refused)
-    words = ", ".join([f"{len(rows)} rows", *(verdicts or ["all well" if judged else "none of them judged"])])
+    verdicts = [f"{failed} of {len(judged)} FAILED"] * bool(failed) + [
+        f"{refused} with an ERROR"
+    ] * bool(refused)
+    words = ", ".join(
+        [f"{len(rows)} rows", *(verdicts or ["all well" if judged else "none of them judged"])]
+    )
     return f"{result['error']}; {words}" if result["error"] else words

@@ -18,7 +18,11 @@ from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.formats import ComputeType, dtype_from_name
 
 #: `cublasComputeType_t`, with those that lowprec does not use.
-COMPUTE = {**{kind.name: kind.value for kind in ComputeType}, "COMPUTE_32F_FAST_16F": 74, "COMPUTE_32F_FAST_16BF": 75}
+COMPUTE = {
+    **{kind.name: kind.value for kind in ComputeType},
+    "COMPUTE_32F_FAST_16F": 74,
+    "COMPUTE_32F_FAST_16BF": 75,
+}
 
 #: The legacy default stream, by the handle that cuBLASLt accepts: it refuses CUDA's other handle, 1.
 STREAM = 0
@@ -62,7 +66,13 @@ class LtProduct:
     """The product of row-major NumPy arrays, computed as the column-major transpose."""
 
     def __init__(
-        self, a: Any, b: Any, *, compute: str = "COMPUTE_32F", out_dtype: str = "float32", scale_dtype: str = "float32"
+        self,
+        a: Any,
+        b: Any,
+        *,
+        compute: str = "COMPUTE_32F",
+        out_dtype: str = "float32",
+        scale_dtype: str = "float32",
     ) -> None:
         (m, k), n = a.shape, b.shape[1]
         self.shape = (m, n)
@@ -70,8 +80,14 @@ class LtProduct:
         self.nbytes = m * n * self.out_dtype.itemsize
         self._first, self._second = upload(b), upload(a)
         self._d = runtime.allocate(self.nbytes)
-        attributes = {"TRANSA": 0, "TRANSB": 0, "EPILOGUE": int(libraries.libraries().cublas_lt.Epilogue.DEFAULT)}
-        operation = bindings.create("matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes)
+        attributes = {
+            "TRANSA": 0,
+            "TRANSB": 0,
+            "EPILOGUE": int(libraries.libraries().cublas_lt.Epilogue.DEFAULT),
+        }
+        operation = bindings.create(
+            "matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes
+        )
 
         def layout(dtype: str, rows: int, columns: int) -> Any:
             return bindings.create("matrix_layout", (_cuda(dtype), rows, columns, rows), {})
@@ -81,7 +97,9 @@ class LtProduct:
             operation, layout(b.dtype.name, n, k), layout(a.dtype.name, k, m), result, result
         )
 
-    def algorithms(self, count: int, schemes: Sequence[str] = FULL_REDUCTIONS) -> tuple[Algorithm, ...]:
+    def algorithms(
+        self, count: int, schemes: Sequence[str] = FULL_REDUCTIONS
+    ) -> tuple[Algorithm, ...]:
         """Return up to `count` algorithms as the heuristics rank them; none where the product is not supported."""
         wanted = bindings.preference(WORKSPACE_BYTES, 256, schemes)
         return bindings.heuristics(handle(), self.product, wanted, count)

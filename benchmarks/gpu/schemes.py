@@ -23,16 +23,25 @@ def measure_splits(
     generator = torch.Generator(ticks.device).manual_seed(options.seed)
     draw, timed = (torch.randn, True) if distribution == "normal" else (torch.rand, False)
     sets = sets_of(8 * n * n) if timed and ticks.device == "cuda" else 1
-    pairs = [[draw((n, n), generator=generator, device=ticks.device) for _ in range(2)] for _ in range(sets)]
+    pairs = [
+        [draw((n, n), generator=generator, device=ticks.device) for _ in range(2)]
+        for _ in range(sets)
+    ]
     ieee, tf32 = (partial(torch_switches, torch, precision) for precision in ("ieee", "tf32"))
     variants = {
         "torch float32": clock.Variant(lambda i: torch.matmul(*pairs[i]), ieee),
         "torch tf32": clock.Variant(lambda i: torch.matmul(*pairs[i]), tf32),
-        "torch float64": clock.Variant(lambda i: torch.matmul(*(x.double() for x in pairs[i])), ieee),
+        "torch float64": clock.Variant(
+            lambda i: torch.matmul(*(x.double() for x in pairs[i])), ieee
+        ),
     }
     others = set(variants)
     words: dict[str, dict[str, Any]] = {name: {} for name in others}
-    chunks = {"256": 256} if options.quick else {"256": 256, "512": 512, "1024": 1024, "whole": n, "plan": None}
+    chunks = (
+        {"256": 256}
+        if options.quick
+        else {"256": 256, "512": 512, "1024": 1024, "whole": n, "plan": None}
+    )
     for mode, chunk in product(MODES, chunks):
         name, how = f"{mode}, chunks: {chunk}", {"math_mode": mode, "k_chunk": chunks[chunk]}
         variants[name] = clock.Variant(lambda i, how=how: lowprec.matmul(*pairs[i], **how))
@@ -49,15 +58,25 @@ def measure_splits(
         able = {name: variants[name] for name in errors}
         contest = clock.contest(able, ticks, sets=sets, rounds=3, budget_s=0.0, seed=options.seed)
     for name, error in errors.items():
-        values = {"name": name, **words[name], "relative_error": error, "seconds": contest.seconds.get(name)}
-        values["speed"] = {other: ratio for other, ratio in contest.speed(name).items() if other in others}
+        values = {
+            "name": name,
+            **words[name],
+            "relative_error": error,
+            "seconds": contest.seconds.get(name),
+        }
+        values["speed"] = {
+            other: ratio for other, ratio in contest.speed(name).items() if other in others
+        }
         yield values | ({"error": contest.errors[name]} if name in contest.errors else {})
 
 
 def splits(part: Part, options: Options) -> None:
     import torch
 
-    ticks, sizes = clock.EventClock(torch), (1024,) if options.quick else (8192, 4096, 1024, 2048, 16384)
+    ticks, sizes = (
+        clock.EventClock(torch),
+        (1024,) if options.quick else (8192, 4096, 1024, 2048, 16384),
+    )
     for n, distribution in part.in_time(product(sizes, ("normal", "uniform")), options):
         words = {"n": n, "distribution": distribution}
         with part.attempt(**words):

@@ -68,21 +68,35 @@ class Contact:
         error = self.error(lowprec.matmul(self.x, self.y, math_mode=mode))
         # Fallbacks and failed algorithms are part of the plan once a product has run.
         found = dict(lowprec.plan(self.x, self.y, math_mode=mode).algorithm)
-        words = [f"{name}: {str(found[name])[:100]}" for name in ("units", "fallback", "failed") if name in found]
+        words = [
+            f"{name}: {str(found[name])[:100]}"
+            for name in ("units", "fallback", "failed")
+            if name in found
+        ]
         return error < MODES[mode], "; ".join([f"error {error:.1e}", *words])
 
     def element_type(self, dtype: Any) -> Found:
         a, b = self.a.astype(dtype), self.b.astype(dtype)
         narrow = a.itemsize < 4 and dtype is not np.int8
-        result = lowprec.matmul(self.gpu.put(a), self.gpu.put(b), out_dtype="float32" if narrow else None)
+        result = lowprec.matmul(
+            self.gpu.put(a), self.gpu.put(b), out_dtype="float32" if narrow else None
+        )
         wide = np.complex128 if a.dtype.kind == "c" else np.float64
         error = self.error(result, a.astype(wide) @ b.astype(wide))
         return error <= TYPES[dtype], f"error {error:.1e}"
 
     def epilogue(self) -> Found:
-        bias, c = (self.rng.standard_normal(s).astype(np.float32) for s in (self.side, self.true.shape))
+        bias, c = (
+            self.rng.standard_normal(s).astype(np.float32) for s in (self.side, self.true.shape)
+        )
         result = lowprec.matmul(
-            self.x, self.y, bias=self.gpu.put(bias), c=self.gpu.put(c), beta=0.5, alpha=2.0, activation="relu"
+            self.x,
+            self.y,
+            bias=self.gpu.put(bias),
+            c=self.gpu.put(c),
+            beta=0.5,
+            alpha=2.0,
+            activation="relu",
         )
         error = self.error(result, np.maximum(2 * self.true + 0.5 * c + bias, 0))
         return error < _FP32, f"error {error:.1e}"
@@ -113,7 +127,9 @@ class Contact:
 
     def autotune(self) -> Found:
         found = lowprec.autotune(self.x, self.y, math_mode="bf16", candidates=4)
-        return len(found.timed) > 0, f"{len(found.timed)} timed, {found.speedup:.2f} times the first choice"
+        return len(
+            found.timed
+        ) > 0, f"{len(found.timed)} timed, {found.speedup:.2f} times the first choice"
 
     # -- with PyTorch on a GPU ----------------------------------------------------------------
 
@@ -124,7 +140,10 @@ class Contact:
             loose = self.error(self.x @ self.y)
             with lowprec.fp32_guard():
                 tight = self.error(self.x @ self.y)
-        return tight < _FP32, f"torch.matmul: {loose:.1e} with TF32 allowed, {tight:.1e} in the guard"
+        return (
+            tight < _FP32,
+            f"torch.matmul: {loose:.1e} with TF32 allowed, {tight:.1e} in the guard",
+        )
 
     def graph(self) -> Found:
         cuda = self.gpu.torch.cuda
@@ -191,7 +210,9 @@ class Contact:
             yield "JAX", partial(self.library, "jax")
 
 
-def run(part: Part, options: Options, steps: Iterator[tuple[str, Callable[[], Found]]], device: str) -> None:
+def run(
+    part: Part, options: Options, steps: Iterator[tuple[str, Callable[[], Found]]], device: str
+) -> None:
     """Run the steps in the remaining time; a step that fails is a row with its error."""
     for name, step in part.in_time(steps, options):
         begin = time.monotonic()
@@ -202,7 +223,9 @@ def run(part: Part, options: Options, steps: Iterator[tuple[str, Callable[[], Fo
         except Exception as error:  # noqa: BLE001 - the others run all the same
             ok, note = False, short(error)
             traceback.print_exc()
-        part.row(ok=ok, step=name, device=device, seconds=round(time.monotonic() - begin, 2), note=note)
+        part.row(
+            ok=ok, step=name, device=device, seconds=round(time.monotonic() - begin, 2), note=note
+        )
 
 
 def failure(result: dict[str, Any]) -> str:
@@ -222,7 +245,11 @@ def failure(result: dict[str, Any]) -> str:
 def lines(result: dict[str, Any]) -> list[str]:
     """Return a line a step, for the terminal."""
     words = {True: "ok  ", False: "FAIL", None: "-   "}
-    return [f"{words[r['ok']]} {r['seconds']:5.1f} s  {r['step']}: {r['note']}" for r in result["rows"] if "step" in r]
+    return [
+        f"{words[r['ok']]} {r['seconds']:5.1f} s  {r['step']}: {r['note']}"
+        for r in result["rows"]
+        if "step" in r
+    ]
 
 
 def smoke(part: Part, options: Options) -> None:

@@ -25,7 +25,13 @@ _TUNING_MS, _RUNS_PER_CANDIDATE = 2500.0, 7
 Shape = tuple[int, int, int]
 SQUARES = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192, 16384))
 #: Rows of activations, and weights of transformers.
-LAYERS = ((16, 4096, 4096), (512, 4096, 4096), (16, 4096, 14336), (4096, 4096, 14336), (8192, 8192, 8192))
+LAYERS = (
+    (16, 4096, 4096),
+    (512, 4096, 4096),
+    (16, 4096, 14336),
+    (4096, 4096, 14336),
+    (8192, 8192, 8192),
+)
 
 
 class Kind(NamedTuple):
@@ -45,7 +51,10 @@ class Kind(NamedTuple):
 
 def _typed(dtype: str) -> Callable[..., Any]:
     def operands(torch: Any, a: Any, b: Any) -> Any:
-        x, y = (torch.complex(m, -m) if dtype == "complex64" else m.to(getattr(torch, dtype)) for m in (a, b))
+        x, y = (
+            torch.complex(m, -m) if dtype == "complex64" else m.to(getattr(torch, dtype))
+            for m in (a, b)
+        )
         return ((x, y if b.shape[1] > 1 else y[:, 0]),) * 3
 
     return operands
@@ -90,8 +99,14 @@ FORMATS = {
     "bf16x9": Kind(_FLOAT32, {"math_mode": "bf16x9"}, "ieee", _SOME),
     "bf16x9, split": Kind(_FLOAT32, {"math_mode": "bf16x9", "k_chunk": 256}, "ieee", _SOME),
     "fp64_emulated": Kind(_typed("float64"), {"math_mode": "fp64_emulated"}, "ieee", _SOME),
-    **{name: Kind(_quantised(name), {}, "ieee", (*_SOME, (16, 8192, 8192))) for name in ("mxfp8", "nvfp4", "mxfp4")},
-    **{f"2:4 {dtype}": Kind(_sparse(dtype), {}, "ieee", LAYERS) for dtype in ("bfloat16", "float16")},
+    **{
+        name: Kind(_quantised(name), {}, "ieee", (*_SOME, (16, 8192, 8192)))
+        for name in ("mxfp8", "nvfp4", "mxfp4")
+    },
+    **{
+        f"2:4 {dtype}": Kind(_sparse(dtype), {}, "ieee", LAYERS)
+        for dtype in ("bfloat16", "float16")
+    },
 }
 QUANTIZING = {
     f"mode {mode}": Kind(_FLOAT32, {"math_mode": mode}, "tf32", _SOME, "bf16")
@@ -104,7 +119,9 @@ QUANTIZING = {
 def torch_switches(torch: Any, precision: str) -> Iterator[None]:
     """Set torch's float32 precision, and sums of 16-bit products in FP32 alone."""
     matmul = torch.backends.cuda.matmul
-    wanted: dict[str, Any] = {f"allow_{kind}_reduced_precision_reduction": False for kind in ("bf16", "fp16")}
+    wanted: dict[str, Any] = {
+        f"allow_{kind}_reduced_precision_reduction": False for kind in ("bf16", "fp16")
+    }
     # Older versions of torch have the other switch.
     is_new = hasattr(matmul, "fp32_precision")
     wanted |= {"fp32_precision": precision} if is_new else {"allow_tf32": precision == "tf32"}
@@ -132,11 +149,17 @@ def sets_of(nbytes: int) -> int:
 def errors(torch: Any, result: Any, a: Any, b: Any, bound: Any = None) -> tuple[float, float]:
     """Return the relative error of some rows and columns of a product, and that over a plan's bound."""
     wide = torch.complex128 if a.is_complex() else torch.float64
-    rows, columns = (slice(None, None, max(1, extent // 64)) for extent in (a.shape[0], b.shape[-1]))
+    rows, columns = (
+        slice(None, None, max(1, extent // 64)) for extent in (a.shape[0], b.shape[-1])
+    )
     x, y = a[rows].to(wide), (b[:, columns] if b.dim() == 2 else b).to(wide)
     exact = x @ y
     error = float((result[(rows, columns)[: b.dim()]].to(wide) - exact).norm())
-    limit = bound.frobenius(float(x.norm()), float(y.norm()), len(x), y[0].numel()) if bound else math.nan
+    limit = (
+        bound.frobenius(float(x.norm()), float(y.norm()), len(x), y[0].numel())
+        if bound
+        else math.nan
+    )
     return error / float(exact.norm()), error / limit
 
 
@@ -162,7 +185,9 @@ def measure(
     first_s = time.perf_counter() - begin
     variants = {
         "lowprec": clock.Variant(lambda i: lowprec.matmul(*sets[i][0], **kind.arguments)),
-        "torch": clock.Variant(lambda i: torch.matmul(*sets[i][1]), partial(torch_switches, torch, kind.precision)),
+        "torch": clock.Variant(
+            lambda i: torch.matmul(*sets[i][1]), partial(torch_switches, torch, kind.precision)
+        ),
     }
     if kind.beside:
         beside = clock.Variant(lambda i: lowprec.matmul(*sets[i][0], math_mode=kind.beside))
@@ -171,8 +196,13 @@ def measure(
     for tuned in (False, True) if tune else (False,):
         values: dict[str, Any] = {}
         if tuned and "lowprec" in contest.seconds:
-            candidates = max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * 1e3 * contest.seconds["lowprec"]))))
-            values["over_first_choice"] = lowprec.autotune(*ours, **kind.arguments, candidates=candidates).speedup
+            candidates = max(
+                4,
+                min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * 1e3 * contest.seconds["lowprec"]))),
+            )
+            values["over_first_choice"] = lowprec.autotune(
+                *ours, **kind.arguments, candidates=candidates
+            ).speedup
             result = lowprec.matmul(*ours, **kind.arguments)
         plan = lowprec.plan(*ours, **kind.arguments)
         contest = clock.contest(variants, ticks, sets=len(sets), budget_s=0.6, seed=seed)
@@ -194,16 +224,24 @@ def is_tuned(name: str, n: int) -> bool:
     return name in TUNED and n in sizes(name, tuned=True)
 
 
-def _run(part: Part, options: Options, kinds: dict[str, Kind], first: Iterable[tuple[str, Shape]] = ()) -> None:
+def _run(
+    part: Part, options: Options, kinds: dict[str, Kind], first: Iterable[tuple[str, Shape]] = ()
+) -> None:
     import torch
 
     ticks = clock.EventClock(torch)
-    cases = dict.fromkeys([*first, *((name, shape) for name, kind in kinds.items() for shape in kind.shapes)])
+    cases = dict.fromkeys(
+        [*first, *((name, shape) for name, kind in kinds.items() for shape in kind.shapes)]
+    )
     if options.quick:
-        cases = dict.fromkeys((name, min(kind.shapes, key=math.prod)) for name, kind in kinds.items())
+        cases = dict.fromkeys(
+            (name, min(kind.shapes, key=math.prod)) for name, kind in kinds.items()
+        )
     for name, shape in part.in_time(cases, options):
         try:
-            for row in measure(torch, name, shape, options.seed, ticks, tune=is_tuned(name, shape[0])):
+            for row in measure(
+                torch, name, shape, options.seed, ticks, tune=is_tuned(name, shape[0])
+            ):
                 part.row(**row)
         except Exception as error:  # noqa: BLE001 - a kind that fails is one row
             part.row(ok=False, kind=name, shape=shape, tuned=None, errors={"all": short(error)})

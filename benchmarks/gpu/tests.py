@@ -30,7 +30,9 @@ _MESSAGE, _FAILURES = 600, 60
 
 def modules() -> list[str]:
     """Return the names of the modules that show features; a part of the report each."""
-    return sorted(p.stem for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8"))
+    return sorted(
+        p.stem for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8")
+    )
 
 
 def command(module: str, *, quick: bool) -> list[str]:
@@ -125,7 +127,11 @@ def _digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         return {kind: kinds[kind] for kind in ("passed", "failed", "skipped")}
 
     kinds = Counter(test["kind"] for test in tests.values())
-    failed = {name: test["message"][-_MESSAGE:] for name, test in tests.items() if test["kind"] == "failed"}
+    failed = {
+        name: test["message"][-_MESSAGE:]
+        for name, test in tests.items()
+        if test["kind"] == "failed"
+    }
     skips = Counter(test["message"] for test in tests.values() if test["kind"] == "skipped")
     rows = []
     for (feature, device), count in by_feature.items():

@@ -79,9 +79,13 @@ def _recovery(results: Results, mode: str) -> dict[str, Any]:
     for row in rows(results, "splits", n=LARGE, mode=mode, distribution="normal"):
         speed = row.get("speed", {}).get("torch float32")
         if speed and len(baselines) == 2:
-            is_exact = all(errors.get((row["name"], d), math.inf) <= error for d, error in baselines.items())
+            is_exact = all(
+                errors.get((row["name"], d), math.inf) <= error for d, error in baselines.items()
+            )
             speeds.append(speed["median"] if is_exact else 0.0)
-    what = f"{mode}: speed over torch.matmul in float32 at {LARGE}, with no larger error, best chunk"
+    what = (
+        f"{mode}: speed over torch.matmul in float32 at {LARGE}, with no larger error, best chunk"
+    )
     return common.claim(what, max(speeds, default=None), RECOVERY_FLOORS[mode])
 
 
@@ -89,16 +93,23 @@ def _shares(results: Results) -> Iterator[dict[str, Any]]:
     """Yield the claims about every row; the value is the share of the rows for which they hold."""
 
     def tensor_cores(mode: str) -> list[bool | None]:
-        return [r.get("tensor_cores") for r in rows(results, "accuracy", dtypes=["float32", "float32"], mode=mode)]
+        return [
+            r.get("tensor_cores")
+            for r in rows(results, "accuracy", dtypes=["float32", "float32"], mode=mode)
+        ]
 
     judged = {
         # Tests on the software CUDA show nothing about a GPU.
         "features that work on the GPU, share": [
             r["ok"] for part in results for r in rows(results, part, device="gpu")
         ],
-        "errors within the plan's bound, share of products": [r["ok"] for r in rows(results, "accuracy")],
+        "errors within the plan's bound, share of products": [
+            r["ok"] for r in rows(results, "accuracy")
+        ],
         "tf32: algorithms on tensor cores, share": tensor_cores("tf32"),
-        "fp32: algorithms without tensor cores, share": [None if x is None else not x for x in tensor_cores("fp32")],
+        "fp32: algorithms without tensor cores, share": [
+            None if x is None else not x for x in tensor_cores("fp32")
+        ],
     }
     for what, values in judged.items():
         yield common.claim(what, share(values), 1.0, rows=len([x for x in values if x is not None]))

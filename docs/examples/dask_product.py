@@ -31,7 +31,10 @@ def main() -> None:
     n, chunk = options.n, options.chunk
     with (
         LocalCluster(
-            n_workers=options.workers, threads_per_worker=1, memory_limit=options.memory, dashboard_address=None
+            n_workers=options.workers,
+            threads_per_worker=1,
+            memory_limit=options.memory,
+            dashboard_address=None,
         ) as cluster,
         Client(cluster),
     ):
@@ -45,7 +48,8 @@ def main() -> None:
         norm, found, of_a = da.compute(da.linalg.norm(product), product[rows], a[rows])
         seconds = time.perf_counter() - start
         exact = sum(
-            of_a[:, k : k + chunk].astype(np.float64) @ b[k : k + chunk].astype(np.float64).compute()
+            of_a[:, k : k + chunk].astype(np.float64)
+            @ b[k : k + chunk].astype(np.float64).compute()
             for k in range(0, n, chunk)
         )
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)

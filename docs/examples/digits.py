@@ -176,7 +176,9 @@ def equal_means(first: Sequence[float], second: Sequence[float]) -> float:
     if not sum(shares):
         return float(len({*first, *second}) == 1 or len(first) < 2)
     distance = abs(statistics.fmean(first) - statistics.fmean(second))
-    freedom = sum(shares) ** 2 / sum(share**2 / (len(x) - 1) for share, x in zip(shares, (first, second), strict=True))
+    freedom = sum(shares) ** 2 / sum(
+        share**2 / (len(x) - 1) for share, x in zip(shares, (first, second), strict=True)
+    )
     return two_sided(distance / sum(shares) ** 0.5, freedom)
 
 

@@ -97,7 +97,10 @@ def vocabulary() -> dict[str, int]:
     """Return the numbers of the word pieces."""
     folder = model_folder()
     assert folder is not None
-    return {piece: i for i, piece in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())}
+    return {
+        piece: i
+        for i, piece in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    }
 
 
 def tokens(sentence: str) -> list[int]:
@@ -106,7 +109,9 @@ def tokens(sentence: str) -> list[int]:
     for word in re.findall(r"\w+|[^\w\s]", sentence.lower()):
         begin = 0
         while begin < len(word):
-            pieces = (("##" if begin else "") + word[begin:end] for end in range(len(word), begin, -1))
+            pieces = (
+                ("##" if begin else "") + word[begin:end] for end in range(len(word), begin, -1)
+            )
             piece = next((piece for piece in pieces if piece in known), "[UNK]")
             found.append(piece)
             begin += len(piece.removeprefix("##")) if piece != "[UNK]" else len(word)
@@ -133,12 +138,16 @@ def embedding(model: Mapping[str, Any], numbers: Sequence[int], layers: int = LA
     x = normalised(words[numbers] + places[: len(numbers)] + types[0], "embeddings")
     for i in range(layers):
         layer = f"encoder.layer.{i}"
-        query, key, value = (heads(linear(x, f"{layer}.attention.self.{name}")) for name in ("query", "key", "value"))
+        query, key, value = (
+            heads(linear(x, f"{layer}.attention.self.{name}")) for name in ("query", "key", "value")
+        )
         scores = lowprec.matmul(query, key.transpose(0, 2, 1), alpha=query.shape[-1] ** -0.5)
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
         seen = lowprec.matmul(scores / scores.sum(axis=-1, keepdims=True), value)
         seen = seen.transpose(1, 0, 2).reshape(len(numbers), -1)
-        x = normalised(x + linear(seen, f"{layer}.attention.output.dense"), f"{layer}.attention.output")
+        x = normalised(
+            x + linear(seen, f"{layer}.attention.output.dense"), f"{layer}.attention.output"
+        )
         hidden = linear(x, f"{layer}.intermediate.dense")
         hidden = (hidden * (1 + _erf(hidden / math.sqrt(2))) / 2).astype(np.float32)
         x = normalised(x + linear(hidden, f"{layer}.output.dense"), f"{layer}.output")
@@ -174,7 +183,9 @@ def relative_error(found: Any, exact: Any) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
-def compare(model: Mapping[str, Any], sentences: Sequence[str], layers: int = LAYERS) -> list[dict[str, Any]]:
+def compare(
+    model: Mapping[str, Any], sentences: Sequence[str], layers: int = LAYERS
+) -> list[dict[str, Any]]:
     """Return one row per format: how far the embeddings and their similarities are from those in float32."""
     numbers = [tokens(sentence) for sentence in sentences]
     exact = np.array([embedding(model, x, layers) for x in numbers], np.float64)
@@ -210,7 +221,9 @@ def _neighbours(x: Any) -> Any:
 def main() -> None:
     """Compare the formats and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=len(SENTENCES), help="how many of the sentences")
+    parser.add_argument(
+        "--sentences", type=int, default=len(SENTENCES), help="how many of the sentences"
+    )
     parser.add_argument("--layers", type=int, default=LAYERS, help="how many of the layers")
     options = parser.parse_args()
     model = weights()

@@ -66,11 +66,15 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the next features, shape (batch, tokens, width)."""
-        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.first(x)).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.first(x)).chunk(3, -1)
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(y.transpose(1, 2).flatten(2))
         return x + self.mlp(self.second(x))
@@ -81,8 +85,13 @@ class Gpt(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(128, size.width), nn.Embedding(size.tokens, size.width)
-        self.blocks = nn.Sequential(*(Block(size.width) for _ in range(size.layers)), nn.LayerNorm(size.width))
+        self.embed, self.place = (
+            nn.Embedding(128, size.width),
+            nn.Embedding(size.tokens, size.width),
+        )
+        self.blocks = nn.Sequential(
+            *(Block(size.width) for _ in range(size.layers)), nn.LayerNorm(size.width)
+        )
         self.head = nn.Linear(size.width, 128)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -109,7 +118,11 @@ def network(size: Size) -> tuple[nn.Module, Batches, tuple[torch.Tensor, torch.T
     """Return a network for digits, batches of them, and the held-out digits."""
     x, y, test_x, test_y = (torch.tensor(each) for each in digits())
     model = nn.Sequential()
-    for name, layer in (("a", nn.Linear(64, 128)), ("b", nn.Linear(128, 128)), ("head", nn.Linear(128, 10))):
+    for name, layer in (
+        ("a", nn.Linear(64, 128)),
+        ("b", nn.Linear(128, 128)),
+        ("head", nn.Linear(128, 10)),
+    ):
         model.add_module(name, layer)
         if name != "head":
             model.add_module(f"{name}_relu", nn.ReLU())
@@ -153,9 +166,16 @@ def trainings(seeds: int, size: Size) -> Iterator[tuple[str, str, float]]:
 def table(losses: dict[tuple[str, str], list[float]]) -> str:
     """Return the losses in Markdown."""
     reference = next(iter(variants(0)))
-    compared = {key: equal_pairs(losses[key[0], reference], x) for key, x in losses.items() if key[1] != reference}
+    compared = {
+        key: equal_pairs(losses[key[0], reference], x)
+        for key, x in losses.items()
+        if key[1] != reference
+    }
     p = dict(zip(compared, holm(list(compared.values())), strict=True))
-    lines = ["| task | mode | loss | std. dev. | to fp32 | p, Holm |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| task | mode | loss | std. dev. | to fp32 | p, Holm |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
     for (task, name), each in losses.items():
         mean, spread = statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else 0.0
         change = mean / statistics.fmean(losses[task, reference]) - 1
@@ -172,8 +192,13 @@ def draw(losses: dict[tuple[str, str], list[float]]) -> Any:
     figure = Figure(figsize=(7.6, 3.6), layout="constrained")
     for panel, task in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
         for place, name in enumerate(names):
-            changes = [100 * (x / y - 1) for x, y in zip(losses[task, name], losses[task, names[0]], strict=True)]
-            panel.plot(changes, [place] * len(changes), "o", alpha=0.4, color="#0072b2", markersize=5)
+            changes = [
+                100 * (x / y - 1)
+                for x, y in zip(losses[task, name], losses[task, names[0]], strict=True)
+            ]
+            panel.plot(
+                changes, [place] * len(changes), "o", alpha=0.4, color="#0072b2", markersize=5
+            )
             panel.plot(statistics.fmean(changes), place, "|", markersize=16, color="#d55e00")
         panel.set(title=task, xlabel="loss compared with fp32, %")
         panel.set_yticks(range(len(names)), names)
@@ -185,7 +210,11 @@ def draw(losses: dict[tuple[str, str], list[float]]) -> Any:
 def main() -> None:
     """Train all, print the table and write the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="a GPT of 6 layers of 256 features, 3,000 steps, 5 seeds")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="a GPT of 6 layers of 256 features, 3,000 steps, 5 seeds",
+    )
     parser.add_argument("--seeds", type=int, help="trainings of each model in each mode")
     parser.add_argument("--steps", type=int, help="steps of each training")
     parser.add_argument("--out", type=Path, help="folder of the table and the plot")

@@ -44,9 +44,17 @@ class Characters(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(characters, width), nn.Embedding(TOKENS, width)
         layer = nn.TransformerEncoderLayer(
-            width, nhead=8, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width,
+            nhead=8,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
-        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.score = nn.Linear(width, characters)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(TOKENS))
 
@@ -56,7 +64,13 @@ class Characters(nn.Module):
         return self.score(self.encoder(x, mask=self.mask, is_causal=True))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor, *, autocast: bool = False) -> float:
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: torch.Tensor,
+    *,
+    autocast: bool = False,
+) -> float:
     """Train on one batch, shape (batch, tokens + 1), and return the loss."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(text[:, :-1])
@@ -90,12 +104,16 @@ def batches(count: int, batch: int) -> list[torch.Tensor]:
 def main() -> None:
     """Train the copies in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modes", nargs="+", default=["bf16"], help="modes of lowprec, such as bf16 mxfp8")
+    parser.add_argument(
+        "--modes", nargs="+", default=["bf16"], help="modes of lowprec, such as bf16 mxfp8"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch and lowprec")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each copy")
     parser.add_argument("--layers", type=int, default=6, help="layers of the encoder")
     parser.add_argument("--width", type=int, default=512, help="features, a multiple of 8")
-    parser.add_argument("--batch", type=int, default=8, help=f"pieces of {TOKENS} characters in a batch")
+    parser.add_argument(
+        "--batch", type=int, default=8, help=f"pieces of {TOKENS} characters in a batch"
+    )
     options = parser.parse_args()
 
     clock = time.thread_time if options.threads == 1 else time.perf_counter
@@ -104,9 +122,13 @@ def main() -> None:
     model = Characters(options.layers, options.width)
     modes = {f'lowprec.torch.intercept("{mode}")': mode for mode in options.modes}
     names = [FP32, MEDIUM, AUTOCAST, *modes]
-    blocks = {MEDIUM: medium} | {name: functools.partial(lowprec.torch.intercept, mode) for name, mode in modes.items()}
+    blocks = {MEDIUM: medium} | {
+        name: functools.partial(lowprec.torch.intercept, mode) for name, mode in modes.items()
+    }
     copies = {name: copy.deepcopy(model) for name in names}
-    optimizers = {name: torch.optim.AdamW(own.parameters(), lr=3e-4) for name, own in copies.items()}
+    optimizers = {
+        name: torch.optim.AdamW(own.parameters(), lr=3e-4) for name, own in copies.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     texts = batches(2 * options.rounds, options.batch)
@@ -127,14 +149,20 @@ def main() -> None:
     shape = f"{options.layers} layers of {options.width} features, {options.batch} x {TOKENS} characters"
     versions = f"lowprec {lowprec.__version__}, torch {torch.__version__}"
     print(f"{shape}, {options.rounds} rounds, threads: {options.threads}; {versions}\n")
-    print("| training step | ms | time over FP32's | quartiles | loss |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| training step | ms | time over FP32's | quartiles | loss |\n| --- | ---: | ---: | ---: | ---: |"
+    )
     reference = seconds[FP32]
     for name, taken in seconds.items():
         ratios = [own / fp32 for own, fp32 in zip(taken, reference, strict=True)]
         q1, median, q3 = statistics.quantiles(ratios, n=4, method="inclusive")
         loss = statistics.fmean(losses[name][-3:])
-        print(f"| {name} | {1e3 * statistics.median(taken):.0f} | {median:.2f} | {q1:.2f} to {q3:.2f} | {loss:.2f} |")
-    taken, passed = (sum(product.count for product in part) for part in (report.taken, report.passed))
+        print(
+            f"| {name} | {1e3 * statistics.median(taken):.0f} | {median:.2f} | {q1:.2f} to {q3:.2f} | {loss:.2f} |"
+        )
+    taken, passed = (
+        sum(product.count for product in part) for part in (report.taken, report.passed)
+    )
     print(f"\nIn two steps, lowprec computed {taken} products and left {passed} to PyTorch.")
 
 

@@ -35,7 +35,8 @@ Parameters = dict[str, Any]
 def parameters(rng: np.random.Generator) -> Parameters:
     """Return matrices of random numbers of a fitting size."""
     return {
-        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) / np.sqrt(shape[0]) for name, shape in SHAPES.items()
+        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) / np.sqrt(shape[0])
+        for name, shape in SHAPES.items()
     }
 
 

@@ -33,7 +33,10 @@ class Block(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         """Return what the tokens, shape (batch, token, width), hear of each other."""
         batch, tokens, width = x.shape
-        q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.inward(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(batch, tokens, self.heads, -1).transpose(1, 2)
+            for part in self.inward(x).chunk(3, dim=-1)
+        )
         weights = lowprec.matmul(q, k.mT, alpha=q.shape[-1] ** -0.5).softmax(dim=-1)
         heard = lowprec.matmul(weights, v)
         return self.outward(heard.transpose(1, 2).reshape(batch, tokens, width))

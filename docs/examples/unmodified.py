@@ -21,7 +21,9 @@ class Classifier(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Linear(8, width)
-        layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, num_layers=1)
         self.score = nn.Linear(8 * width, 10)
 

@@ -95,7 +95,10 @@ class AutocastReport(Report):
 
     def figure(self) -> Any:
         names = [r.function for r in self.rows]
-        counts = {"cast": [r.cast for r in self.rows], "as they are": [r.calls - r.cast for r in self.rows]}
+        counts = {
+            "cast": [r.cast for r in self.rows],
+            "as they are": [r.calls - r.cast for r in self.rows],
+        }
         return plotting.bar_figure("autocast", names, counts, "calls")
 
 
@@ -204,7 +207,9 @@ class AutocastNamespace:
             counts[key] = counts.get(key, 0) + 1
             return result
 
-        return functools.update_wrapper(call, function, assigned=("__name__", "__doc__"), updated=())
+        return functools.update_wrapper(
+            call, function, assigned=("__name__", "__doc__"), updated=()
+        )
 
 
 def _are_multiplied(name: str, operands: CastArguments) -> bool:

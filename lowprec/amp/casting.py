@@ -38,7 +38,9 @@ class CastArguments:
         return math_mode(self.mode)
 
 
-def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> CastArguments:
+def by_list(
+    compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None
+) -> CastArguments:
     """Return the operands in the type that a list ("allow", "deny", "infer") requires.
 
     Floats narrower than 64 bits are cast, also in lists and tuples, but not ``out``. ``compute`` is the policy's type
@@ -80,7 +82,9 @@ def _dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
     return names
 
 
-def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> CastArguments:
+def _cast_all(
+    args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False
+) -> CastArguments:
     changed = False
 
     def one(x: Any) -> Any:

@@ -95,7 +95,9 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
 _NORM = re.compile(r"[^_].*Norm(\dd)?")
 
 #: The same in names of weights, as words or the last part of a word: "bn1", "LayerNorm_0", "layer_normalization".
-_NORM_WORD = re.compile(r"([Nn]orm|NORM)(ali[sz]ation)?s?(?![a-z])|((?<![A-Za-z])bn|B[Nn])s?(?![a-z])")
+_NORM_WORD = re.compile(
+    r"([Nn]orm|NORM)(ali[sz]ation)?s?(?![a-z])|((?<![A-Za-z])bn|B[Nn])s?(?![a-z])"
+)
 
 _STATISTICS = ("running_mean", "running_var")
 

@@ -233,5 +233,7 @@ def _host(array: Any) -> Any:
         array = np.asarray(array)
     view = library_of(array).view(array)
     if not view.device.is_host:
-        raise ArrayError(f"gradients on {view.device} are known only by DLPack; copy them to the host")
+        raise ArrayError(
+            f"gradients on {view.device} are known only by DLPack; copy them to the host"
+        )
     return view.ndarray()

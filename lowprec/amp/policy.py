@@ -45,8 +45,20 @@ _TABLE = {name: which for which in LISTS for name in DEFAULT_LISTS[which].split(
 _LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"compute": "float32", "functions": False},
     "O1": {"compute": "half"},
-    "O2": {"params": "half", "compute": "half", "functions": False, "norms_float32": True, "masters": True},
-    "O3": {"params": "half", "compute": "half", "output": "half", "functions": False, "loss_scale": 1.0},
+    "O2": {
+        "params": "half",
+        "compute": "half",
+        "functions": False,
+        "norms_float32": True,
+        "masters": True,
+    },
+    "O3": {
+        "params": "half",
+        "compute": "half",
+        "output": "half",
+        "functions": False,
+        "loss_scale": 1.0,
+    },
 }
 
 
@@ -148,8 +160,12 @@ class Policy:
         ('float16', 'bfloat16')
         """
         if level not in tuple(_LEVELS):  # a tuple, so that unhashable values are compared
-            raise SettingError(f"policy must be a Policy or one of {', '.join(_LEVELS)}, got {quoted(level)}")
-        values = {name: half if value == "half" else value for name, value in _LEVELS[level].items()}
+            raise SettingError(
+                f"policy must be a Policy or one of {', '.join(_LEVELS)}, got {quoted(level)}"
+            )
+        values = {
+            name: half if value == "half" else value for name, value in _LEVELS[level].items()
+        }
         return cls(**{**values, **overrides})
 
     def list_of(self, name: str) -> str | None:

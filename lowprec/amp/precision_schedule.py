@@ -91,7 +91,9 @@ class PrecisionSchedule:
         return steps
 
     def __repr__(self) -> str:
-        return f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
+        return (
+            f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
+        )
 
     @property
     def mode(self) -> Mode:
@@ -143,7 +145,9 @@ class PrecisionSchedule:
         SettingError
             An entry is missing or illegal, or the stage does not exist.
         """
-        check_entries("the state of a schedule", state, self.state_dict(), "save it with state_dict()")
+        check_entries(
+            "the state of a schedule", state, self.state_dict(), "save it with state_dict()"
+        )
         counts = {name: check_count(name, state[name], 0) for name in ("steps", "stage", "waited")}
         if counts["stage"] >= len(self._modes):
             raise SettingError(
@@ -162,4 +166,6 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one PyTorch's
-        raise SettingError(f"{name} must be a number or an array without axes, got {quoted(value)}") from None
+        raise SettingError(
+            f"{name} must be a number or an array without axes, got {quoted(value)}"
+        ) from None

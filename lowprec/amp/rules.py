@@ -86,7 +86,9 @@ class ScaleRule:
                 f"min_scale must be at least 2^-127, so that float32 holds its inverse, got {self._floor}"
             )
         if self.max_scale is not None and self._floor > self.max_scale:
-            raise SettingError(f"min_scale={self._floor} is above max_scale={self.max_scale}; exchange them")
+            raise SettingError(
+                f"min_scale={self._floor} is above max_scale={self.max_scale}; exchange them"
+            )
 
     @property
     def _floor(self) -> float:

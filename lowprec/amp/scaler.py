@@ -73,7 +73,9 @@ class LossScaler:
         max_scale: float | None = None,
         reduce: Callable[[bool], bool] | None = None,
     ) -> None:
-        self._rule = ScaleRule(growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic)
+        self._rule = ScaleRule(
+            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic
+        )
         if reduce is not None and not callable(reduce):
             raise SettingError(f"reduce must be a function of one bool, got {quoted(reduce)}")
         self._enabled = bool(enabled)
@@ -168,7 +170,9 @@ class LossScaler:
         self._optimizers[optimizer] = _Optimizer(flags)
         return results
 
-    def step(self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any) -> Any:
+    def step(
+        self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any
+    ) -> Any:
         """Call a function if all gradients were finite; return its result, or None.
 
         The only call in which the program waits for a GPU.

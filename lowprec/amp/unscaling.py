@@ -77,7 +77,9 @@ def _groups(arrays: Arrays, targets: Arrays) -> dict[tuple[str, str], list[int]]
             same = first.setdefault(_elements(target, name), i)
         if same != i:
             if _elements(x, name) != _elements(arrays[same], name):
-                raise ArrayError("out contains one array for two gradients; pass one array for each")
+                raise ArrayError(
+                    "out contains one array for two gradients; pass one array for each"
+                )
             continue
         device = ""
         if name in ("torch", "cupy"):
@@ -138,7 +140,9 @@ def _check(array: Any, target: Any) -> None:
             f"{type(array).__name__} of {name}; make both alike"
         )
     if shape_of(target) != shape_of(array):
-        raise ShapeError(f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}")
+        raise ShapeError(
+            f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}"
+        )
     if getattr(target, "is_sparse", False) != getattr(array, "is_sparse", False):
         raise ArrayError("out is a sparse tensor if and only if the gradient is; make both alike")
 
@@ -236,4 +240,10 @@ def divided(xp: Any, arrays: Arrays, inverse: Any) -> Unscaled:
     return [times(x, inverse) for x in arrays], flag
 
 
-_WORK = {"numpy": _by_numpy, "dlpack": _by_dlpack, "torch": _by_torch, "cupy": _by_cupy, "jax": _by_jax}
+_WORK = {
+    "numpy": _by_numpy,
+    "dlpack": _by_dlpack,
+    "torch": _by_torch,
+    "cupy": _by_cupy,
+    "jax": _by_jax,
+}

@@ -26,7 +26,8 @@ class Library(ABC):
     """
 
     name: str  # of the library's module
-    keeps_owners: bool = False  # memory may be reused on an unknown stream, so arrays live until queued work is done
+    # memory may be reused on an unknown stream, so arrays live until queued work is done
+    keeps_owners: bool = False
     has_weak_types: bool = False  # weakly typed arrays take the element type of the other operand
     delegates: bool = False  # whether :meth:`delegate` may return a product
 
@@ -57,10 +58,14 @@ class Library(ABC):
         """Return the view of an ``out``; raise ArrayError if it is read-only, repeats elements, or needs a copy."""
         view = self.describe(array)
         if view.copied is not None:
-            raise ArrayError(f"the array cannot be written in place: {view.copied}; pass a plain array or omit out=")
+            raise ArrayError(
+                f"the array cannot be written in place: {view.copied}; pass a plain array or omit out="
+            )
         if view.read_only:
             raise ArrayError("the array is read-only; pass a writable array or omit out=")
-        if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
+        if view.strides != contiguous_strides(view.shape) and overlaps_itself(
+            view.shape, view.strides
+        ):
             raise ArrayError(
                 f"the array of shape {view.shape} repeats elements, as a broadcast view does (strides {view.strides}, "
                 "in elements); pass an array without repeated elements, for example a copy of it"

@@ -116,7 +116,9 @@ def _stored_scales(found: _Scales, rule: Rule, shape: Shape, xp: Any) -> Any:
     return xp.moveaxis(scales, -1, -2)
 
 
-def _in_blocks(codes: Any, found: _Scales, rule: Rule, row: BlockFormat, xp: Any) -> tuple[Any, Any]:
+def _in_blocks(
+    codes: Any, found: _Scales, rule: Rule, row: BlockFormat, xp: Any
+) -> tuple[Any, Any]:
     """Return the bytes of codes with signs, and the codes of the scales of each vector's blocks."""
     high, wide = rule.block
     blocks = _blocks_of(codes, 1, wide, xp).reshape((-1, wide))
@@ -135,7 +137,9 @@ def _integers(codes: Any, bits: Any, usable: Any, xp: Any) -> Any:
     return converted(xp.where(usable, codes, 0), xp.int8)
 
 
-def _scales_by_rule(magnitude: Any, rule: Rule, to: NumberFormat, xp: Any) -> tuple[Any, _Scales, _Scales]:
+def _scales_by_rule(
+    magnitude: Any, rule: Rule, to: NumberFormat, xp: Any
+) -> tuple[Any, _Scales, _Scales]:
     """Return the scale of the tensor, those of blocks, and these for each number, of which only the stored are left."""
     high = 1
     wide = magnitude.shape[-1]
@@ -224,7 +228,9 @@ def _spread(x: Any, high: int, wide: int, shape: Shape, xp: Any) -> Any:
     return x[:, :vectors, :k]
 
 
-def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "floor") -> tuple[Any, ...]:
+def encode(
+    blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "floor"
+) -> tuple[Any, ...]:
     """Return the codes of blocks, shape (blocks, elements), as uint8, their scales and zeros if the format has them.
 
     Scales are codes as uint8, or float32. ``rule`` is that of powers of two. float64 is divided as float64 and rounded
@@ -300,7 +306,9 @@ def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, .
     return _in_bytes(codes, row, xp), found.stored
 
 
-def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp: Any) -> tuple[Any, ...]:
+def _encode_with_zeros(
+    x: Any, absolute: Any, finite: Any, row: BlockFormat, xp: Any
+) -> tuple[Any, ...]:
     """Return codes, scales and zeros of blocks; 0 is a number of each block, so that padding with it is exact."""
     x = xp.where(finite[:, None], x, 0.0)
     low = xp.amin(x, -1)
@@ -322,7 +330,9 @@ def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp:
     return _in_bytes(codes, row, xp), scales, converted(zeros, xp.uint8)
 
 
-def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any, powers: bool = False) -> _Scales:
+def _scales(
+    peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any, powers: bool = False
+) -> _Scales:
     """Return the scales of blocks by the bits of their largest magnitudes."""
     limit = INFINITY if peak.dtype == xp.int32 else OVERFLOW
     finite = peak < limit
@@ -339,7 +349,8 @@ def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any, powers:
 def _power_scales(peak: Any, finite: Any, kind: str, to: NumberFormat, xp: Any) -> _Scales:
     scales = (peak >> 23) - to.emax
     if kind != "floor":
-        limit = to.largest / 2.0**to.emax - 1  # of the fraction of a peak; above it the scale doubles
+        # of the fraction of a peak; above it the scale doubles
+        limit = to.largest / 2.0**to.emax - 1
         if kind == "even":
             limit = 1 - 2.0**-to.precision - 1 / HIDDEN
         doubles = (peak & (HIDDEN - 1)) > int(limit * HIDDEN)

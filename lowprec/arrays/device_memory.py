@@ -100,7 +100,9 @@ class DeviceArray(DLPackArray):
 
     def view(self) -> ArrayView:
         strides = contiguous_strides(self.shape)
-        return ArrayView(self._dtype, self.shape, strides, self._device, self, False, self._block.address)
+        return ArrayView(
+            self._dtype, self.shape, strides, self._device, self, False, self._block.address
+        )
 
     @property
     def memory(self) -> NDArray[Any]:
@@ -146,5 +148,7 @@ class DeviceArray(DLPackArray):
         device = self._device
         stream = self.stream
         twin = DeviceArray(self.shape, self._dtype, device, stream)
-        provider(device).copy(self._block.address, twin._block.address, self._memory.nbytes, device, stream)
+        provider(device).copy(
+            self._block.address, twin._block.address, self._memory.nbytes, device, stream
+        )
         return twin

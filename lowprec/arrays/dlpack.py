@@ -88,7 +88,9 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
     if name == _LEGACY:
         return _Tensor.from_address(_get_pointer(capsule, _LEGACY)), 0
     if name != _VERSIONED:
-        raise ArrayError(f"__dlpack__ returned a capsule named {name!r}, which is not an unconsumed DLPack tensor")
+        raise ArrayError(
+            f"__dlpack__ returned a capsule named {name!r}, which is not an unconsumed DLPack tensor"
+        )
     address = _get_pointer(capsule, _VERSIONED)
     managed = _Versioned.from_address(address)
     if managed.major != _MAJOR:
@@ -123,7 +125,9 @@ def view_of_capsule(capsule: object) -> ArrayView:
     _check_extent(shape, strides, address, dtype.itemsize)
     device = _device(tensor.device_type, tensor.device_id)
     copied = "the array's library exported a copy" if flags & _IS_COPIED else None
-    view = ArrayView(dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied)
+    view = ArrayView(
+        dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
+    )
     if not address % min(dtype.itemsize, 8):
         return view
     if not device.is_host:
@@ -161,7 +165,8 @@ def device_of(array: Any) -> Device:
     except Exception as error:
         raise _refusal(array, error) from error
     try:
-        kind, index = map(operator.index, reported)  # an Enum of the array's library counts as its number
+        # an Enum of the array's library counts as its number
+        kind, index = map(operator.index, reported)
     except (TypeError, ValueError):
         raise ArrayError(
             f"{type_name(array)} has no DLPack device: __dlpack_device__ returned {reported!r}, not two integers"
@@ -184,7 +189,9 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
         except TypeError as error:
             # DLPack before 1.0 lacks the keyword: either this call fails, before any frame of the producer, or the call
             # to which the object forwards it. Not cached, because an object may forward to another one later.
-            is_old = getattr(error.__traceback__, "tb_next", None) is None or "max_version" in str(error)
+            is_old = getattr(error.__traceback__, "tb_next", None) is None or "max_version" in str(
+                error
+            )
             if isinstance(error, LowprecError) or not is_old:
                 raise
             capsule = array.__dlpack__(**keywords)
@@ -274,7 +281,9 @@ class DLPackArray:
     def __repr__(self) -> str:
         return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r})"
 
-    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
         memory = self.memory  # raises for memory on a device
         if copy:
             return np.array(memory, dtype=dtype, copy=True)

@@ -16,7 +16,15 @@ from lowprec.arrays.base import Delegate, Library
 from lowprec.arrays.device_memory import DeviceArray, is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import aligned_empty, host_view
-from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer, stand_in
+from lowprec.arrays.view import (
+    CPU,
+    FROM_NUMPY,
+    NUMPY_DTYPES,
+    ArrayView,
+    Device,
+    data_pointer,
+    stand_in,
+)
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import Shape

@@ -94,7 +94,8 @@ def _look_up(array: Any) -> Library:
 
 
 def _find(array: Any) -> Library:
-    if isinstance(array, np.ndarray):  # a subclass may give the elements or ``*`` another meaning, such as units
+    # a subclass may give the elements or ``*`` another meaning, such as units
+    if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise ArrayError(
                 f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
@@ -119,7 +120,9 @@ def _find(array: Any) -> Library:
             f"expected an array, got {array._description} and as the weight of linear; pass {array._remedy}"
         )
     if dense := dense_method(array):
-        raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
+        raise ArrayError(
+            f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()"
+        )
     has_dlpack = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     if isinstance(array, type) or not has_dlpack:
         remedy = ""

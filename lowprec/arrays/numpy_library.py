@@ -8,7 +8,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import NUMPY_DTYPES, POINTER, WORDS, Array, ArrayView, Device, HostView, Layout, data_pointer
+from lowprec.arrays.view import (
+    NUMPY_DTYPES,
+    POINTER,
+    WORDS,
+    Array,
+    ArrayView,
+    Device,
+    HostView,
+    Layout,
+    data_pointer,
+)
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import Shape, contiguous_strides
 
@@ -19,7 +29,10 @@ _LARGE_BYTES = 1 << 20
 
 # By NumPy dtype in native byte order: the element type, the shift from byte strides to element strides, and the bits
 # of a byte stride that the shift drops.
-_ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d, numpy_dtype in NUMPY_DTYPES.items()}
+_ENTRIES = {
+    numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1)
+    for d, numpy_dtype in NUMPY_DTYPES.items()
+}
 #: Layouts by NumPy dtype, shape and byte strides; of results, with the dtype and whether they are large.
 _layouts: dict[tuple[np.dtype[Any], Shape, Shape], Layout] = {}
 _results: dict[tuple[Shape, DType], tuple[np.dtype[Any], bool, Layout]] = {}
@@ -34,7 +47,8 @@ _empty = np.empty
 def host_view(array: Array, copied: str | None = None) -> ArrayView:
     """Return the view of a NumPy array, or of a copy with its reason: foreign byte order, misaligned, odd strides."""
     layout = _layouts.get((array.dtype, array.shape, array.strides)) or _new_layout(array)
-    address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data  # data_pointer, without a call
+    # data_pointer, without a call
+    address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
     # NumPy's flag takes longer, and is needed for complex numbers at multiples of their parts' size.
     if layout is None or (address & layout.lost and not array.flags.aligned):
         return view_of_copy(array)

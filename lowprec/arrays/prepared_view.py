@@ -32,7 +32,9 @@ class PreparedView(ArrayView):
     packed: dict[Any, Any]  # type: ignore[misc]
 
     def __init__(self, view: ArrayView, mode: Any, packed: dict[Any, Any]) -> None:
-        super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
+        super().__init__(
+            view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address
+        )
         self.mode = mode
         self.packed = packed
         self.sparse_axis: int | None = None
@@ -131,13 +133,17 @@ class QuantizedView(PreparedView):
         if not self.blocks.row.block:
             return self
         wide: ArrayView = self.quantized._widened()
-        return ArrayView(self.dtype, self.shape, self.strides, self.device, wide.owner, True, wide.address)
+        return ArrayView(
+            self.dtype, self.shape, self.strides, self.device, wide.owner, True, wide.address
+        )
 
     def prepared(self, kept: KernelCodes | None) -> QuantizedView:
         """Return the view of which products keep the codes in the order of their kernel; of ``kept`` codes alone."""
         if kept is None:
             return QuantizedView(self, self.blocks, self.quantized, is_prepared=True)
-        memory = ArrayView(self.dtype, self.shape, self.strides, self.device, kept.memory, True, kept.address)
+        memory = ArrayView(
+            self.dtype, self.shape, self.strides, self.device, kept.memory, True, kept.address
+        )
         return QuantizedView(memory, self.blocks, None, is_prepared=True, kept=kept)
 
     @property
@@ -151,7 +157,9 @@ class QuantizedView(PreparedView):
             shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
             blocks = self.blocks._replace(axis=-3 - self.blocks.axis)
             of_transposed = kept._replace(restored=lambda: kept.restored().T)
-            view = QuantizedView(self.strided(shape, strides), blocks, None, is_prepared=True, kept=of_transposed)
+            view = QuantizedView(
+                self.strided(shape, strides), blocks, None, is_prepared=True, kept=of_transposed
+            )
         if self.is_prepared:
             view.packed = self.packed
         return view
@@ -176,7 +184,9 @@ class Prepared:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         # NumPy would make an array of this one object, which it also stores in files.
-        raise ArrayError(f"{type(self).__name__}: {self._description} and as the weight of linear; pass {self._remedy}")
+        raise ArrayError(
+            f"{type(self).__name__}: {self._description} and as the weight of linear; pass {self._remedy}"
+        )
 
 
 def refuse_prepared(cause: str, **arguments: Any) -> None:

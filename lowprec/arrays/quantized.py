@@ -119,7 +119,9 @@ class QuantizedArray(Prepared):
             if array is not None:
                 actual = tuple(array.shape)
             if actual != shape:
-                raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {actual}")
+                raise ShapeError(
+                    f"{name} of {row.name} for shape {whole} have shape {shape}, not {actual}"
+                )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -144,7 +146,9 @@ class QuantizedArray(Prepared):
         if self._transposed is not None:
             return self._transposed
         if self.ndim < 2:
-            raise ShapeError(f"a quantised array of shape {self.shape} has no transpose; it needs two axes")
+            raise ShapeError(
+                f"a quantised array of shape {self.shape} has no transpose; it needs two axes"
+            )
         codes, scales, zeros = self._parts
         axis = self.axis
         last = self.ndim - 1
@@ -201,10 +205,13 @@ class QuantizedArray(Prepared):
         strides.insert(self.axis, strides.pop())
         blocks = Blocks(row.name, self.axis - last - 1, row)
         dtype = _DTYPES[row.scales]
-        view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
+        view = ArrayView(
+            dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address
+        )
         if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
-        quantized_view = QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
+        # not this object, which refers to the view
+        quantized_view = QuantizedView(view, blocks, replace(self))
         object.__setattr__(self, "_viewed", quantized_view)
         return quantized_view
 
@@ -244,14 +251,26 @@ class QuantizedArray(Prepared):
         return _joined(values, (*lengths, padded), xp)
 
     def __repr__(self) -> str:
-        return f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
+        return (
+            f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
+        )
 
     def __reduce__(self) -> Any:
         codes, scales, zeros = self._parts
-        return QuantizedArray, (codes, scales, self.format, self.shape, self.axis, self.scale, zeros)
+        return QuantizedArray, (
+            codes,
+            scales,
+            self.format,
+            self.shape,
+            self.axis,
+            self.scale,
+            zeros,
+        )
 
 
-def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str) -> QuantizedArray:
+def encoded(
+    x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str
+) -> QuantizedArray:
     """Return an array in a narrow format, by the functions of its library, or by NumPy in host memory."""
     if view.device.is_host:
         xp = np
@@ -267,7 +286,9 @@ def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: st
         found = [block_codes.encode(part, row, scale, xp, scale_rule) for part in parts]
     shapes = part_shapes(view.shape, axis, row)
     columns = zip(*found, strict=True)
-    stored = [_joined(column, shape or (), xp) for column, shape in zip(columns, shapes, strict=False)]
+    stored = [
+        _joined(column, shape or (), xp) for column, shape in zip(columns, shapes, strict=False)
+    ]
     return quantized_array(x, view.shape, row, axis, stored, scale)
 
 
@@ -296,7 +317,9 @@ def parse_format(name: str) -> BlockFormat:
 def int4(group: int, *, symmetric: bool) -> BlockFormat:
     """Return the format of int4 with groups of this length; raise SettingError for a length that is not possible."""
     if group not in GROUPS:
-        raise SettingError(f"group of int4 is {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, got {quoted(group)}")
+        raise SettingError(
+            f"group of int4 is {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, got {quoted(group)}"
+        )
     elements = INT4_CODES if symmetric else UINT4_CODES
     return replace(BLOCK_FORMATS["int4"], block=int(group), elements=elements)
 
@@ -310,7 +333,11 @@ def checked_axis(axis: int, ndim: int) -> int:
 
 def _checked_scale(scale: Any, row: BlockFormat) -> float:
     """Return the scale of an array, 1 for a missing one that the format does not need; raise SettingError."""
-    if not isinstance(scale, numbers.Real) and getattr(scale, "shape", None) == () and hasattr(scale, "item"):
+    if (
+        not isinstance(scale, numbers.Real)
+        and getattr(scale, "shape", None) == ()
+        and hasattr(scale, "item")
+    ):
         scale = float(scale.item())  # of a scalar array
     is_number = isinstance(scale, numbers.Real)
     if is_number and isnan(scale) and not row.has_scale:
@@ -334,7 +361,9 @@ def _checked_part(name: str, array: Any, is_float: bool) -> Any:
             array.flags.writeable = False
         return array
     if not label.startswith(("uint8", "int8", "float8", "float4")):
-        raise DTypeError(f"{name} are uint8, or another type of 8 bits with these bits, not {label}")
+        raise DTypeError(
+            f"{name} are uint8, or another type of 8 bits with these bits, not {label}"
+        )
     if not isinstance(array, np.ndarray):
         if label == "uint8":
             return array

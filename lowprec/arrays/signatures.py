@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
     T = TypeVar("T", covariant=True)
 
-    class _ArrayOf(Protocol[T]):  # T is NDArray[Any] of any ndarray, torch.Tensor also of an nn.Parameter, jax.Array
+    # T is NDArray[Any] of any ndarray, torch.Tensor also of an nn.Parameter, jax.Array
+    class _ArrayOf(Protocol[T]):
         def clip(self, low: Any, high: Any, /) -> T: ...
 
     class _DLPack(Protocol):
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, s: str, a: _ArrayOf[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload
-        def __call__(self, s: str, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
+        def __call__(
+            self, s: str, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs
+        ) -> DLPackArray: ...
 
 
 def of_first(function: Callable[Concatenate[Any, P], Any]) -> _OfFirst[P]:

@@ -27,14 +27,22 @@ _DTYPES = tuple(d for d in OPERAND_DTYPES if d.bits <= 32 and not d.is_complex)
 def check_sparsity(sparsity: str | None, prune: bool, dtype: DType, shape: Shape) -> None:
     """Raise if ``prepare`` does not support these arguments. ``sparsity`` or ``prune`` is given."""
     if sparsity is None:
-        raise SparsityError(f'prune={prune} needs sparsity=; pass sparsity="{TWO_OF_FOUR}" or omit prune=')
+        raise SparsityError(
+            f'prune={prune} needs sparsity=; pass sparsity="{TWO_OF_FOUR}" or omit prune='
+        )
     if sparsity != TWO_OF_FOUR:
-        raise SparsityError(f"sparsity {quoted(sparsity)} is not supported; choose {TWO_OF_FOUR!r} or None")
+        raise SparsityError(
+            f"sparsity {quoted(sparsity)} is not supported; choose {TWO_OF_FOUR!r} or None"
+        )
     if dtype not in _DTYPES:
         legal = ", ".join(map(str, _DTYPES))
-        raise DTypeError(f"b has dtype {dtype}, which no sparse unit multiplies; omit sparsity= or use one of: {legal}")
+        raise DTypeError(
+            f"b has dtype {dtype}, which no sparse unit multiplies; omit sparsity= or use one of: {legal}"
+        )
     if len(shape) < 2:
-        raise ShapeError(f"b has shape {shape}; sparsity= needs a matrix or a stack of matrices: pass b[:, None]")
+        raise ShapeError(
+            f"b has shape {shape}; sparsity= needs a matrix or a stack of matrices: pass b[:, None]"
+        )
 
 
 def sparse_copy(view: ArrayView, prune: bool, stream: int | None) -> ArrayView:

@@ -82,7 +82,9 @@ class TorchLibrary(Library):
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
         # The function that torch's compiler uses: 0.1 us, because it does not create a torch.cuda.Stream.
         self._raw_stream = getattr(
-            torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda i: torch.cuda.current_stream(i).cuda_stream,
         )
 
     def check_type(self, array: Any) -> None:
@@ -125,7 +127,9 @@ class TorchLibrary(Library):
             if array.requires_grad and records:
                 return Delegate("torch", _RECORDED)
             if array.is_meta:
-                return Delegate("torch", "the torch tensor is on device 'meta', where it has no memory")
+                return Delegate(
+                    "torch", "the torch tensor is on device 'meta', where it has no memory"
+                )
         return None
 
     def describe(self, array: Any) -> ArrayView:
@@ -204,7 +208,9 @@ class TorchLibrary(Library):
 
     def _without_memory(self, array: Any) -> ArrayError:
         if array.is_nested:
-            return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
+            return ArrayError(
+                "the torch tensor is nested; multiply its parts, from tensor.unbind()"
+            )
         if array.layout is not self._torch.strided:
             return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
         if self.device_of(array.device) is None:
@@ -249,7 +255,9 @@ def _interception(torch: Any) -> str:
         )
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
-    if mode is None and torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+    if mode is None and torch._C._dispatch_tls_is_dispatch_key_included(
+        torch._C.DispatchKey.PreDispatch
+    ):
         mode = torch._ops._get_current_dispatch_mode_pre_dispatch()
     if mode is None:
         return ""

@@ -21,7 +21,9 @@ from lowprec.util.strides import Shape, contiguous_strides, reach
 Array = NDArray[Any]
 
 #: NumPy dtype of each element type; bfloat16 and float8 are those of ml_dtypes.
-NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType}
+NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+    d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType
+}
 
 #: Element type of each NumPy dtype in native byte order.
 FROM_NUMPY = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
@@ -213,7 +215,9 @@ class HostView(ArrayView):
     __slots__ = ("layout",)
     layout: Layout  # type: ignore[misc]
     device = CPU
-    dtype, shape, strides = (property(attrgetter(f"layout.{name}")) for name in ("dtype", "shape", "strides"))
+    dtype, shape, strides = (
+        property(attrgetter(f"layout.{name}")) for name in ("dtype", "shape", "strides")
+    )
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]

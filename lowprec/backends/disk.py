@@ -16,7 +16,11 @@ from lowprec.policy.environment import CACHE_DIR, Variable
 from lowprec.util.atomic import write_file
 
 _CACHES = Variable(
-    "LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "The user's caches.", "a folder", "~/.cache", str
+    "LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME",
+    "The user's caches.",
+    "a folder",
+    "~/.cache",
+    str,
 )
 _OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
 
@@ -78,7 +82,9 @@ def _path(name: str) -> Path | None:
     for used in (folder, path.parent):
         reason = _distrust(used.stat()) if used.is_dir() else ""
         if reason:
-            _warn_once(f"lowprec does not use its cache {used}: {reason}; make it yours (chmod go-w), or {_OWN_FOLDER}")
+            _warn_once(
+                f"lowprec does not use its cache {used}: {reason}; make it yours (chmod go-w), or {_OWN_FOLDER}"
+            )
             return None
     return path
 

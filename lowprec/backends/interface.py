@@ -107,7 +107,12 @@ class Backend(Protocol):
         """Return the device library's description of its algorithm for a plan, as (name, value) pairs."""
 
     def tune(
-        self, execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
+        self,
+        execute: Executor,
+        arguments: Arguments,
+        *,
+        candidates: int,
+        progress: Callable[[int, int], None] | None,
     ) -> tuple[AlgorithmTiming, ...]:
         """Measure the library's algorithms for a product, and use the fastest, which is returned first."""
 

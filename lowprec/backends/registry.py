@@ -26,7 +26,9 @@ def _cuda() -> Any:
 def backend_of(device: Device) -> Backend:
     """Return the backend of a device; raise DeviceError if there is none."""
     if device.type not in (_CPU, _CUDA):
-        raise DeviceError(f"device {device} is not supported; arrays must be in host memory or on an NVIDIA GPU")
+        raise DeviceError(
+            f"device {device} is not supported; arrays must be in host memory or on an NVIDIA GPU"
+        )
     return cast(Backend, cpu if device.type == _CPU else _cuda())
 
 

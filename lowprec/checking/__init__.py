@@ -20,7 +20,13 @@ __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 
 @uncompiled
 def check(
-    a: Any, b: Any, /, *, modes: Sequence[ModeLike] | None = None, rounds: int | None = None, budget: float = 2.0
+    a: Any,
+    b: Any,
+    /,
+    *,
+    modes: Sequence[ModeLike] | None = None,
+    rounds: int | None = None,
+    budget: float = 2.0,
 ) -> Comparison:
     """Multiply two arrays in each math mode; compare times, errors and bounds.
 

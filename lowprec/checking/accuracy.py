@@ -41,7 +41,8 @@ class Errors:
     """
 
     relative: float  #: ``|C - AB| / |AB|`` in the Frobenius norm: the correct digits of the result.
-    normalised: float  #: ``|C - AB| / (|A| |B|)``, limited by the bound; independent of cancellation.
+    #: ``|C - AB| / (|A| |B|)``, limited by the bound; independent of cancellation.
+    normalised: float
     bound: float  #: Guaranteed upper bound of ``normalised``.
     verdict: Verdict
 

@@ -27,7 +27,17 @@ Pair = tuple[Array, Array]
 #: Element types without a wider reference, and the types to cast them to.
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
 
-_COLUMNS = ("mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict")
+_COLUMNS = (
+    "mode",
+    "kernel",
+    ">time",
+    ">spread",
+    ">speed-up",
+    ">error",
+    ">scaled",
+    ">bound",
+    "verdict",
+)
 
 #: Columns omitted from a table that is too wide, in this order; ``plan`` and the plots show them.
 _OPTIONAL = ("kernel", "error", "spread", "time", "verdict", "bound")
@@ -102,7 +112,9 @@ class Row:
 
     def is_faster_than(self, other: Row) -> bool:
         """Whether this is another computation, and faster beyond the usual spread."""
-        same = self.plan.kernel == other.plan.kernel and self.errors.relative == other.errors.relative
+        same = (
+            self.plan.kernel == other.plan.kernel and self.errors.relative == other.errors.relative
+        )
         return self.speedup > _FASTER * other.speedup and not same
 
     def cells(self) -> list[str]:
@@ -172,9 +184,13 @@ class Comparison(Report):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on errors above their bounds, noise, modes and kernels."""
-        found = [f"{row.name}: the error is above its bound" for row in self.rows if row.errors.is_above]
+        found = [
+            f"{row.name}: the error is above its bound" for row in self.rows if row.errors.is_above
+        ]
         if any(row.timing.is_noisy for row in self.rows):
-            found.append(f"~: the times spread by more than {SMALL_SPREAD:.0%}; a larger budget takes more samples")
+            found.append(
+                f"~: the times spread by more than {SMALL_SPREAD:.0%}; a larger budget takes more samples"
+            )
         for r in self.rows:
             found += r.plan.resolved.reasons
         found += [r.plan.note for r in self.rows if r.plan.note]
@@ -212,7 +228,9 @@ class Comparison(Report):
                 best.append(r)
         if not best:
             return f"no mode is faster than {baseline.name} on this device"
-        texts = [f"{r.name}: {'about ' * r.is_noisy}{r.speedup:.1f} times, {_digit(r)}" for r in best]
+        texts = [
+            f"{r.name}: {'about ' * r.is_noisy}{r.speedup:.1f} times, {_digit(r)}" for r in best
+        ]
         texts[0] = texts[0].replace(" times, ", f" times the speed of {baseline.name}, error ")
         others = "on this device"
         if len(faster) > len(best):

@@ -42,7 +42,8 @@ class Load(NamedTuple):
     ''
     """
 
-    average: float | None  #: Processes that ran or waited to run, over the last minute; None where not counted.
+    #: Processes that ran or waited to run, over the last minute; None where not counted.
+    average: float | None
     cpus: int
 
     @property
@@ -50,9 +51,8 @@ class Load(NamedTuple):
         """Warning about times measured under this load; empty if it is low."""
         if self.average is None or self.average <= _BUSY_SHARE * self.cpus:
             return ""
-        return (
-            f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs): times and ratios are disturbed"
-        )
+        load = f"load average {self.average:.1f} on {self.cpus} CPUs"
+        return f"the machine is busy ({load}): times and ratios are disturbed"
 
 
 def load() -> Load:

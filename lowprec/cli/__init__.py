@@ -46,7 +46,9 @@ class Help(argparse.HelpFormatter):
 
     def _format_usage(self, *given: Any) -> str:
         # An option stays next to its value.
-        usage = re.sub(r"\[[^][]*\]", lambda x: x[0].replace(" ", "\xa0"), super()._format_usage(*given))
+        usage = re.sub(
+            r"\[[^][]*\]", lambda x: x[0].replace(" ", "\xa0"), super()._format_usage(*given)
+        )
         return fill(re.sub(" *\n *", " ", usage), self._width, hang=2).replace("\xa0", " ") + "\n\n"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -55,7 +57,9 @@ class Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = re.sub(r"(?<=\S)\n(?=\S)", " ", text).splitlines()
         # An item, of one column or two, is indented.
-        return "\n".join(fill(x, width, hang=x.startswith(" ") and x.rfind("  ") + 4) for x in lines)
+        return "\n".join(
+            fill(x, width, hang=x.startswith(" ") and x.rfind("  ") + 4) for x in lines
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,7 +93,9 @@ def build_parser() -> Parser:
     shared: dict[str, Any] = {"formatter_class": Help, "allow_abbrev": False}
     parser = Parser(prog="lowprec", description=_DESCRIPTION, epilog=_EPILOG, **shared)
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", parser_class=Parser
+    )
     parser.set_defaults(run=lambda _: _help(parser))
     for command in COMMANDS:
         sub = commands.add_parser(

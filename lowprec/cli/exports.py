@@ -38,7 +38,10 @@ def export(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> No
         write_output(options.csv, text.getvalue().encode())
     if options.plot is not None:
         draw = speeds_and_errors if len(options.sizes or ()) > 1 else errors_by_speed
-        write_output(options.plot, plotting.image(lambda: draw(comparisons), plotting.image_format(options.plot)))
+        write_output(
+            options.plot,
+            plotting.image(lambda: draw(comparisons), plotting.image_format(options.plot)),
+        )
 
 
 def check_output(path: str) -> None:

@@ -42,13 +42,17 @@ def _wide(rng: np.random.Generator, shape: Shape) -> Array:
 
 #: By the names of the command line.
 DISTRIBUTIONS: dict[str, Distribution] = {
-    "normal": Distribution("normal, mean 0, variance 1", lambda rng, shape: rng.standard_normal(shape)),
+    "normal": Distribution(
+        "normal, mean 0, variance 1", lambda rng, shape: rng.standard_normal(shape)
+    ),
     "positive": Distribution("uniform between 0 and 1", lambda rng, shape: rng.random(shape)),
     "wide": Distribution(f"normal times 2^e, e from -{_WIDE} to {_WIDE}", _wide),
 }
 
 
-def operand(rng: np.random.Generator, shape: Shape, dtype: DType, distribution: str = "normal") -> Array:
+def operand(
+    rng: np.random.Generator, shape: Shape, dtype: DType, distribution: str = "normal"
+) -> Array:
     """Return a random array, also for both parts of complex numbers; int8 is uniform over all its values."""
     if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
@@ -117,7 +121,9 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
 def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     size = array.dtype.itemsize
     # NumPy writes the types of ml_dtypes whose kind is void as raw elements.
-    fitting = [d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"]
+    fitting = [
+        d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"
+    ]
     if not fitting:
         raise CommandError(f"{path} holds raw {size}-byte elements, which fit no dtype")
     if dtype is None or dtype.label not in fitting:

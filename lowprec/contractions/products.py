@@ -21,7 +21,14 @@ from lowprec.arrays.signatures import of_first, of_second
 from lowprec.contractions.steps import EIGHT_BITS, EinsumStep, einsum_types, sizes_of, steps_of
 from lowprec.core.arguments import rename
 from lowprec.core.dispatch import matmul
-from lowprec.core.keywords import OF_LAYERS, OF_MODES, LayerOptions, ModeOptions, refuse_unknown, shows
+from lowprec.core.keywords import (
+    OF_LAYERS,
+    OF_MODES,
+    LayerOptions,
+    ModeOptions,
+    refuse_unknown,
+    shows,
+)
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
 from lowprec.util.strides import Shape
 
@@ -43,7 +50,9 @@ def _namespace(name: str, x: Any) -> Namespace:
 
 @of_first
 @shows(ModeOptions)
-def tensordot(a: Any, b: Any, /, axes: int | tuple[Any, Any] = 2, **options: Unpack[ModeOptions]) -> Any:
+def tensordot(
+    a: Any, b: Any, /, axes: int | tuple[Any, Any] = 2, **options: Unpack[ModeOptions]
+) -> Any:
     """Return the sum of products over pairs of axes, as ``numpy.tensordot``.
 
     Parameters
@@ -93,14 +102,18 @@ def _paired_axes(axes: Any, a: Shape, b: Shape) -> tuple[list[int], list[int]]:
         count = index(axes)
         most = min(len(a), len(b))
         if not 0 <= count <= most:
-            raise ShapeError(f"tensordot: axes={count} for operands of shapes {a} and {b}; it is from 0 to {most}")
+            raise ShapeError(
+                f"tensordot: axes={count} for operands of shapes {a} and {b}; it is from 0 to {most}"
+            )
         summed_a = [*range(len(a) - count, len(a))]
         summed_b = [*range(count)]
     else:
         try:
             of_a, of_b = axes
         except (TypeError, ValueError):
-            raise ShapeError(f"tensordot: axes is a number or a pair of sequences, got {quoted(axes)}") from None
+            raise ShapeError(
+                f"tensordot: axes is a number or a pair of sequences, got {quoted(axes)}"
+            ) from None
         summed_a = _axes(of_a, a, "a")
         summed_b = _axes(of_b, b, "b")
     lengths_a = [a[i] for i in summed_a]
@@ -306,7 +319,9 @@ def einsum(
     refuse_unknown("einsum", options, OF_MODES)
     out_dtype = options.pop("out_dtype", None)
     if not operands or not isinstance(subscripts, str):
-        raise ShapeError('einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)')
+        raise ShapeError(
+            'einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)'
+        )
     for i, operand in enumerate(operands):
         _namespace(f"operands[{i}]", operand)
     shapes = tuple([sizes_of(operand) for operand in operands])
@@ -315,7 +330,9 @@ def einsum(
         if not isinstance(optimize, str | bool):
             order = tuple(map(tuple, optimize))
     except TypeError:
-        raise ShapeError(f"einsum: optimize is a name, a bool or a sequence of pairs, got {quoted(optimize)}") from None
+        raise ShapeError(
+            f"einsum: optimize is a name, a bool or a sequence of pairs, got {quoted(optimize)}"
+        ) from None
     steps = steps_of(subscripts, shapes, order)
     if len(operands) == 1 and out_dtype is None and not steps[0].sums_an_operand:
         return steps[0].run({0: operands[0]}, matmul, "", "")  # a view, of any element type
@@ -325,7 +342,9 @@ def einsum(
     return _run(steps, operands, types, options)
 
 
-def _run(steps: tuple[EinsumStep, ...], operands: tuple[Any, ...], types: tuple[str, ...], options: Any) -> Any:
+def _run(
+    steps: tuple[EinsumStep, ...], operands: tuple[Any, ...], types: tuple[str, ...], options: Any
+) -> Any:
     """Return the result of the steps; ``types`` are those of :func:`einsum_types`."""
     common, default, between, out, wide = types
 
@@ -333,7 +352,8 @@ def _run(steps: tuple[EinsumStep, ...], operands: tuple[Any, ...], types: tuple[
         plain = dtype_label(x.dtype) == dtype_label(y.dtype) == common
         given: Any = {**options}
         if not plain and options.get("rtol") is None:
-            given["math_mode"] = "fp32"  # no mode acts on 16-bit operands, so none acts on float32 results between them
+            # no mode acts on 16-bit operands, so none acts on float32 results between them
+            given["math_mode"] = "fp32"
         if not plain or dtype != default:
             given["out_dtype"] = dtype
         return matmul(x, y, **given)
@@ -343,7 +363,8 @@ def _run(steps: tuple[EinsumStep, ...], operands: tuple[Any, ...], types: tuple[
         values[i] = x if common in EIGHT_BITS else cast(x, common)
     last = len(operands) + len(steps) - 1
     result: Any = None
-    names = [f"operands[{i}]" for i in range(len(operands))]  # of intermediate results too: their first operand
+    # of intermediate results too: their first operand
+    names = [f"operands[{i}]" for i in range(len(operands))]
     for number, step in enumerate(steps, len(operands)):
         dtype = between
         if number == last:
@@ -361,11 +382,14 @@ def _run(steps: tuple[EinsumStep, ...], operands: tuple[Any, ...], types: tuple[
     return cast(result, out)
 
 
-def _types(subscripts: str, operands: tuple[Any, ...], out_dtype: Any, several: bool) -> tuple[str, ...]:
+def _types(
+    subscripts: str, operands: tuple[Any, ...], out_dtype: Any, several: bool
+) -> tuple[str, ...]:
     """Return the types of :func:`einsum_types` for one product or several."""
     labels = tuple([dtype_label(operand.dtype) for operand in operands])
     if several and all(label.startswith("float8") for label in labels):
-        labels = ("bfloat16",) * len(labels)  # which represents these numbers, and the result of the first product
+        # which represents these numbers, and the result of the first product
+        labels = ("bfloat16",) * len(labels)
     types = einsum_types(labels, out_dtype)
     if several and types[0] in EIGHT_BITS:
         raise DTypeError(

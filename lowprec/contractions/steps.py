@@ -112,13 +112,17 @@ def _kept_names(pair: list[_Term], others: list[_Term], output: tuple[str, ...])
     return tuple(name for name in names if name in wanted)
 
 
-def _parse(subscripts: str, shapes: Shapes, order: Any) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
+def _parse(
+    subscripts: str, shapes: Shapes, order: Any
+) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
     """Return the operands, the axes of the result, and the operands of each step by their positions."""
     try:
         inputs, output = _labels(subscripts, shapes)
         path = _path(f"{','.join(inputs)}->{output}", shapes, order)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ShapeError(f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}") from None
+        raise ShapeError(
+            f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}"
+        ) from None
     names = [tuple(text) for text in inputs]
     terms = list(map(_Term, itertools.count(), names, shapes))
     return terms, tuple(output), path
@@ -133,7 +137,9 @@ def _labels(subscripts: str, shapes: Shapes) -> tuple[list[str], str]:
     names = "".join(inputs).replace("...", "")
     letters = names + output.replace("...", "")
     if letters and not letters.isalpha():
-        raise ValueError("labels are letters, and the axes that broadcast are '...', once in an operand")
+        raise ValueError(
+            "labels are letters, and the axes that broadcast are '...', once in an operand"
+        )
     letters_and_more = (*string.ascii_letters, *map(chr, range(0x100, 0x200)))
     unused = [c for c in letters_and_more if c not in subscripts]
     broadcast = ""
@@ -150,7 +156,9 @@ def _labels(subscripts: str, shapes: Shapes) -> tuple[list[str], str]:
         output = "..." + "".join(once)
     output = output.replace("...", broadcast)
     if len(set(output)) < len(output) or not set(output) <= {*names, *broadcast}:
-        raise ValueError(f"each of the result's labels {quoted(output)} is that of an operand, and occurs once")
+        raise ValueError(
+            f"each of the result's labels {quoted(output)} is that of an operand, and occurs once"
+        )
     _check_lengths(inputs, shapes)
     return inputs, output
 
@@ -195,7 +203,9 @@ def _path(subscripts: str, shapes: Shapes, order: Any) -> Sequence[Sequence[int]
         return path
     order = {"auto": "greedy", True: "greedy"}.get(order, order)
     if isinstance(order, str) and order not in ("greedy", "optimal"):
-        raise UnsupportedError(f"einsum: optimize={quoted(order)} needs opt_einsum: pip install opt_einsum")
+        raise UnsupportedError(
+            f"einsum: optimize={quoted(order)} needs opt_einsum: pip install opt_einsum"
+        )
     operands = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
     (_, *steps), _ = np.einsum_path(subscripts, *operands, optimize=order)
     return steps
@@ -261,7 +271,11 @@ def _without_repeats(term: _Term) -> tuple[_Pairs, dict[str, int]]:
 
 
 def _side(
-    diagonals: _Pairs, names: list[str], axes: dict[str, int], batch: list[str], groups: list[list[str]]
+    diagonals: _Pairs,
+    names: list[str],
+    axes: dict[str, int],
+    batch: list[str],
+    groups: list[list[str]],
 ) -> _Side:
     """Return the arrangement of an operand with axes ``names``, of which those outside ``axes`` have length 1."""
     placed = [*batch, *itertools.chain.from_iterable(groups)]
@@ -302,7 +316,9 @@ def einsum_types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str
         out = parse_out_dtype(out_dtype)
     if out not in common.results:
         choices = " or ".join(map(str, common.results))
-        raise DTypeError(f"out_dtype {out} is not supported for operands of {common}; supported: {choices}")
+        raise DTypeError(
+            f"out_dtype {out} is not supported for operands of {common}; supported: {choices}"
+        )
     between = out if out.bits > default.bits else default
     return common.label, default.label, between.label, out.label, common.accumulator.label
 

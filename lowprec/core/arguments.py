@@ -62,7 +62,9 @@ class ShapeDtype:
             shape = (None,)
         are_integers = all(isinstance(n, numbers.Integral) for n in shape)
         if not are_integers or not all(0 <= n < 2**63 for n in shape):
-            raise ShapeError(f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}")
+            raise ShapeError(
+                f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}"
+            )
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
 
 
@@ -131,7 +133,9 @@ def parse_number(name: str, value: Any) -> complex:
         else:
             number = complex(value)
     if isinf(number) and number != value:
-        raise SettingError(f"{name} is {quoted(value)}, which exceeds float64; scale the operands instead")
+        raise SettingError(
+            f"{name} is {quoted(value)}, which exceeds float64; scale the operands instead"
+        )
     return number
 
 
@@ -152,7 +156,9 @@ def check_devices(views: dict[str, ArrayView]) -> None:
 
 def _device_error(places: dict[str, Any]) -> DeviceError:
     (first, device), (second, other) = places.items()
-    error = DeviceError(f"{first} is on {device} and {second} on {other}; move one of them to the other's device")
+    error = DeviceError(
+        f"{first} is on {device} and {second} on {other}; move one of them to the other's device"
+    )
     error.places = places
     return error
 
@@ -272,7 +278,9 @@ def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
         if scale is None:
             continue
         if not operand.dtype.is_float8:
-            raise UnsupportedError(f"{name} is for an FP8 operand, but the operand is {operand.dtype}; pass alpha=")
+            raise UnsupportedError(
+                f"{name} is for an FP8 operand, but the operand is {operand.dtype}; pass alpha="
+            )
         if isinstance(scale, ArrayView):
             if not scale.device.is_host or scale.is_description:
                 continue

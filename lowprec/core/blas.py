@@ -31,7 +31,21 @@ _MOST_ROWS = 640
 _SHAPE = (1000, 1000)
 
 #: The routines with rules of their own, in the order of ``enum Routine``.
-ROUTINES = ("gemm", "gemv", "symm", "hemm", "syrk", "herk", "gemmt", "trmm", "symv", "hemv", "dot", "ger", "lapack")
+ROUTINES = (
+    "gemm",
+    "gemv",
+    "symm",
+    "hemm",
+    "syrk",
+    "herk",
+    "gemmt",
+    "trmm",
+    "symv",
+    "hemv",
+    "dot",
+    "ger",
+    "lapack",
+)
 #: Those that modes that quantise compute in ``bf16`` unless a rule names them.
 _OF_VECTORS = frozenset(["gemv", "symv", "hemv"])
 
@@ -103,7 +117,11 @@ def described(rule: Rule, casts: bool) -> Blas:
         raise UnsupportedError(library.unavailable_reason() or "")
     functions = library.functions()
     found = Blas(
-        functions.version(), casts=casts, threads=threads.num_threads(), units=functions.units(), rules=(_NO_MODE,) * 16
+        functions.version(),
+        casts=casts,
+        threads=threads.num_threads(),
+        units=functions.units(),
+        rules=(_NO_MODE,) * 16,
     )
     numbers: dict[Mode, int] = {}
     for i, routine in enumerate(ROUTINES):
@@ -113,7 +131,9 @@ def described(rule: Rule, casts: bool) -> Blas:
         if mode not in numbers:
             numbers[mode] = len(numbers)
             if len(numbers) > len(found.modes):
-                raise UnsupportedError(f"the BLAS calls of a program have at most {len(found.modes)} modes")
+                raise UnsupportedError(
+                    f"the BLAS calls of a program have at most {len(found.modes)} modes"
+                )
             _describe(found.modes[numbers[mode]], mode)
         found.rules[i] = numbers[mode]
     return found
@@ -140,7 +160,9 @@ def _describe(to: _Mode, mode: Mode) -> None:
 def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
     plan = _plan(mode, dtype)
     if not plan.kernel_row.packs:
-        raise UnsupportedError(f"the BLAS calls of a program are not taken in {mode}, which has no compiled kernel")
+        raise UnsupportedError(
+            f"the BLAS calls of a program are not taken in {mode}, which has no compiled kernel"
+        )
     if plan.quantized is not None:
         to.quantises = True
         to.piece = plan.quantized.k_piece

@@ -17,7 +17,14 @@ from lowprec.arrays.libraries import BY_TYPE, promoted, refuse_subclasses
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.backends import Arguments, is_out_of_memory, release_memory
 from lowprec.core import streams
-from lowprec.core.arguments import PLAIN, Options, parse_length, parse_number, parse_out_dtype, with_scales
+from lowprec.core.arguments import (
+    PLAIN,
+    Options,
+    parse_length,
+    parse_number,
+    parse_out_dtype,
+    with_scales,
+)
 from lowprec.core.executors import CachedExecutor, look_up
 from lowprec.errors import ArrayError, DTypeError, LowprecError, ShapeError, UnsupportedError
 from lowprec.formats import DType
@@ -30,7 +37,10 @@ _IN_PLACE = ("out", "k_chunk", "scale_a", "scale_b")
 PRODUCTS = {
     "torch": ("lowprec.torch.functions", _IN_PLACE),
     "jax": ("lowprec.jax.product", _IN_PLACE),
-    "dask": ("lowprec.dask", ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b")),
+    "dask": (
+        "lowprec.dask",
+        ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b"),
+    ),
 }
 
 
@@ -76,7 +86,8 @@ def bind(a: Any, b: Any, /, **arguments: Any) -> Call:
     try:
         like = a
         library = BY_TYPE.get(type(a))
-        if library is None:  # of a class that is looked up for the first time, or of a quantised array
+        # of a class that is looked up for the first time, or of a quantised array
+        if library is None:
             like = a._like if isinstance(a, Prepared) and a._like is not None else a
             library = library_of(like)
         alike = type(b) is type(like)
@@ -155,7 +166,9 @@ def _with_arguments(call: Call, given: dict[str, Any]) -> Call:
     return _new(Call, (*call[:5], options, others, factors, delegate))
 
 
-def _view_of(name: str, array: Any, delegate: Delegate | None) -> tuple[ArrayView | float, Delegate | None]:
+def _view_of(
+    name: str, array: Any, delegate: Delegate | None
+) -> tuple[ArrayView | float, Delegate | None]:
     """Return the view of an array argument, or the number of a scale, and the product that is needed."""
     is_scale = name.startswith("scale")
     if is_scale and not is_array(array):
@@ -184,7 +197,9 @@ def _scale(name: str, value: Any) -> ArrayView | float:
             raise DTypeError(f"{name} must be real, got {number}")
         return number
     if value.dtype is not DType.FLOAT32 or value.size != 1:
-        raise DTypeError(f"{name} must be a number or one float32, got {value.dtype} of shape {value.shape}")
+        raise DTypeError(
+            f"{name} must be a number or one float32, got {value.dtype} of shape {value.shape}"
+        )
     return value
 
 
@@ -218,7 +233,9 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: Mode | None = None) -
         library_of(out).mark_written(out)
     if x.device is CPU:
         if options is PLAIN:
-            arguments = _new(Arguments, (x, y, target, None, None, 1.0, 0.0, None, None, 0, None, None, 0))
+            arguments = _new(
+                Arguments, (x, y, target, None, None, 1.0, 0.0, None, None, 0, None, None, 0)
+            )
         else:
             arguments = options.arguments(x, y, target)
         executor(arguments)
@@ -239,7 +256,9 @@ def _execute_staged(entry: CachedExecutor, target: ArrayView, arguments: Argumen
         backend.copy(result, target, stream)
 
 
-def _delegated(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None) -> Any:
+def _delegated(
+    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None
+) -> Any:
     """Return the product of the call's library; raise if that lacks an argument of the call."""
     delegate = call.delegate
     assert delegate is not None
@@ -265,5 +284,9 @@ def _refuse_arguments(call: Call, delegate: Delegate) -> None:
     lacking = [name for name in lacks if given[name] is not None]
     if lacking:
         listed = ", ".join(f"{name}=" for name in lacking)
-        way_out = f", or omit {listed}" if _NOT_AFTERWARDS.intersection(lacking) else "; apply it to the result"
+        way_out = (
+            f", or omit {listed}"
+            if _NOT_AFTERWARDS.intersection(lacking)
+            else "; apply it to the result"
+        )
         raise UnsupportedError(f"{listed} cannot be used here: {delegate.why}{way_out}")

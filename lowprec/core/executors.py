@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
 from lowprec.backends import Arguments, Backend, Executor, backend_of
-from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
+from lowprec.core.arguments import (
+    PLAIN,
+    Options,
+    check_devices,
+    check_scalars,
+    check_sizes,
+    spec_of,
+)
 from lowprec.errors import warn
 from lowprec.formats import DType
 from lowprec.modes import Mode, ModeSource, ResolvedMode, row
@@ -108,7 +115,9 @@ def _execute_logged(entry: CachedExecutor, resolved: ResolvedMode, arguments: Ar
         mode = f"{plan.mode} ({resolved.source})"
     verb = "took" if arguments.out.device.is_host else "queued in"
     operands = f"{a.dtype} {a.shape} x {b.dtype} {b.shape}"
-    _log.info("matmul %s, %s: kernel %s, %s %.3g ms", operands, mode, plan.kernel, verb, elapsed * 1e3)
+    _log.info(
+        "matmul %s, %s: kernel %s, %s %.3g ms", operands, mode, plan.kernel, verb, elapsed * 1e3
+    )
 
 
 def _execute_drawn(execute: Executor, draw: int, arguments: Arguments) -> None:
@@ -142,7 +151,9 @@ def _warn_widened(plan: GemmPlan) -> None:
         warn(f"{why}; quantise it along the axis that is summed over: {axes}", once="widened")
 
 
-def plan_of(capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, options: Options) -> GemmPlan:
+def plan_of(
+    capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, options: Options
+) -> GemmPlan:
     """Return the plan of a product; raise if its arguments do not match, or no product supports them."""
     views = options.views(x, y)
     check_devices(views)
@@ -153,7 +164,9 @@ def plan_of(capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, 
     return plan
 
 
-def _added(key: tuple[Any, ...], mode: Mode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+def _added(
+    key: tuple[Any, ...], mode: Mode, x: ArrayView, y: ArrayView, options: Options
+) -> CachedExecutor:
     entry = _executors.get(key)
     if entry is not None:  # added by another thread
         return entry
@@ -168,6 +181,8 @@ def _added(key: tuple[Any, ...], mode: Mode, x: ArrayView, y: ArrayView, options
         plan = plan_of(capabilities, mode, x, y, options)
     execute = backend.prepare(plan)
     without_effect = _has_no_effect(plan)
-    entry = CachedExecutor(execute, plan.out_shape, plan.out_dtype, plan, backend, staged, without_effect)
+    entry = CachedExecutor(
+        execute, plan.out_shape, plan.out_dtype, plan, backend, staged, without_effect
+    )
     _executors[key] = entry
     return entry

@@ -118,7 +118,9 @@ class Interception(ContextScope):
     def __repr__(self) -> str:
         return f"lowprec.{self._module}.intercept({self._text})"
 
-    def apply_to_process(self, folder: str | None, is_first: bool, show: Callable[[InterceptionReport], None]) -> None:
+    def apply_to_process(
+        self, folder: str | None, is_first: bool, show: Callable[[InterceptionReport], None]
+    ) -> None:
         """Open the scope for all threads until the process ends, and then show the report.
 
         ``folder`` has the sums of all processes of a run; only the first process shows the report.

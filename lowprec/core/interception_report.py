@@ -42,7 +42,9 @@ class PassedBy(StrEnum):
 
     ELEMENT_TYPE = "the mode does not act on this element type"
     LAYER = "no mode for this layer"
-    NO_PARAMETER = "no product with a known parameter; the mode of others does not act on this element type"
+    NO_PARAMETER = (
+        "no product with a known parameter; the mode of others does not act on this element type"
+    )
     ATTENTION = "attention in one kernel, which hides its products"
     CONVOLUTION = "a convolution is no matrix product"
     RECURRENT = "recurrent layers in one kernel, which hides their products"
@@ -65,10 +67,13 @@ class OperandStatistics(NamedTuple):
 
     magnitude: float = 0.0  #: Largest magnitude of an element.
     underflow: float = (
-        0.0  #: Share of the elements that a mode rounds to zero or, one without scales, below its normal numbers.
+        #: Share of the elements that a mode rounds to zero or, one without scales, below its normal numbers.
+        0.0
     )
-    clipped: float = 0.0  #: Share of the elements that exceed the largest number of their block by half of its spacing.
-    block_range: float = 0.0  #: Binary logarithm of the ratio of the largest and the smallest maximum of a block.
+    #: Share of the elements that exceed the largest number of their block by half of its spacing.
+    clipped: float = 0.0
+    #: Binary logarithm of the ratio of the largest and the smallest maximum of a block.
+    block_range: float = 0.0
 
 
 NO_STATISTICS = OperandStatistics()
@@ -112,20 +117,26 @@ class InterceptedProduct:
     ((4, 8), (8, 2))
     """
 
-    layer: str  #: Name of the layer whose parameter is an operand, or was in the forward pass; empty if there is none.
+    #: Name of the layer whose parameter is an operand, or was in the forward pass; empty if there is none.
+    layer: str
     operator: str  #: The library's name, such as ``"addmm"``.
-    shapes: Shapes  #: Of the operands; of the largest product where they are many. Of a library, the first two arrays.
+    #: Of the operands; of the largest product where they are many. Of a library, the first two arrays.
+    shapes: Shapes
     dtype: str  #: Element type of the first operand.
     backward: bool  #: Whether they were part of a backward pass.
     mode: str  #: The resolved mode; empty where the library computed it.
     count: int  #: Number of such products.
     multiplications: int  #: Number of multiplications of elements; 0 where it is unknown.
-    passed_by: PassedBy | None = None  #: The reason why the library computed it; None where lowprec did.
+    #: The reason why the library computed it; None where lowprec did.
+    passed_by: PassedBy | None = None
     detail: str = ""  #: The error message, where lowprec raised one, or why it used another mode.
-    gradient: str = ""  #: ``"grad_input"`` or ``"grad_weight"`` in backward passes, with ``statistics=True``.
-    a: OperandStatistics = NO_STATISTICS  #: Of the first operand, with ``statistics=True``, where lowprec computed it.
+    #: ``"grad_input"`` or ``"grad_weight"`` in backward passes, with ``statistics=True``.
+    gradient: str = ""
+    #: Of the first operand, with ``statistics=True``, where lowprec computed it.
+    a: OperandStatistics = NO_STATISTICS
     b: OperandStatistics = NO_STATISTICS  #: Of the second operand.
-    error: float = 0.0  #: Largest error of a product relative to that of float64, by Frobenius norms.
+    #: Largest error of a product relative to that of float64, by Frobenius norms.
+    error: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -178,7 +189,10 @@ class InterceptionReport(Report):
             for direction in (False, True)
         )
         halves = backward - forward
-        is_passed = any(not p.backward and (p.layer in halves or p.passed_by is PassedBy.NO_PARAMETER) for p in passed)
+        is_passed = any(
+            not p.backward and (p.layer in halves or p.passed_by is PassedBy.NO_PARAMETER)
+            for p in passed
+        )
         if halves and is_passed:
             halved = f"Of {len(halves)} layers only backward products were taken; forward products were passed by."
             tables.append(Table(halved, ()))
@@ -195,16 +209,25 @@ class InterceptionReport(Report):
         for p in self.products:
             layers.setdefault(p.layer or f"({p.operator})", []).append(p)
         total = sum(map(weight, self.products)) or 1
-        names, note = plotting.first(sorted(layers, key=lambda name: -sum(map(weight, layers[name]))))
+        names, note = plotting.first(
+            sorted(layers, key=lambda name: -sum(map(weight, layers[name])))
+        )
         shares = {
-            label: [100 * sum(weight(p) for p in layers[name] if p in products) / total for name in names]
+            label: [
+                100 * sum(weight(p) for p in layers[name] if p in products) / total
+                for name in names
+            ]
             for label, products in {"by lowprec": self.taken, "by the library": self.passed}.items()
         }
-        figure, ((panel, *others),) = plotting.figure(1.6 + 0.22 * len(names), 1, 1 + self.statistics, sharex=False)
+        figure, ((panel, *others),) = plotting.figure(
+            1.6 + 0.22 * len(names), 1, 1 + self.statistics, sharex=False
+        )
         plotting.bars(panel, names, shares)
         panel.set_xlabel(f"% of the {'multiplications' if knows else 'products'}")
         for other in others:
-            plotting.dots(other, names, {"error": [max(p.error for p in layers[name]) for name in names]})
+            plotting.dots(
+                other, names, {"error": [max(p.error for p in layers[name]) for name in names]}
+            )
             other.set_xlabel("largest relative error of a product")
         figure.suptitle(self.title + note)
         plotting.legend(figure, panel)
@@ -233,7 +256,12 @@ class InterceptionReport(Report):
 
 
 #: Columns of a table for the fields of :class:`OperandStatistics`, with their formats.
-_STATISTICS = {">largest": "{:.2g}", ">underflow": "{:.1%}", ">clipped": "{:.1%}", ">blocks": "2^{:.0f}"}
+_STATISTICS = {
+    ">largest": "{:.2g}",
+    ">underflow": "{:.1%}",
+    ">clipped": "{:.1%}",
+    ">blocks": "2^{:.0f}",
+}
 
 
 def _count(products: Iterable[InterceptedProduct]) -> int:
@@ -294,7 +322,11 @@ class Ledger:
         self.records_gradients = False
 
     def add(
-        self, row: LedgerRow, multiplications: int, shapes: Callable[[], Shapes], statistics: Statistics | None = None
+        self,
+        row: LedgerRow,
+        multiplications: int,
+        shapes: Callable[[], Shapes],
+        statistics: Statistics | None = None,
     ) -> None:
         key = get_ident(), row
         row_sums = self._sums.get(key)
@@ -312,7 +344,9 @@ class Ledger:
         if statistics is not None:
             found.statistics = found.statistics.largest(statistics)
 
-    def add_sum(self, row: LedgerRow, count: int, multiplications: int, largest: int, shapes: Shapes) -> None:
+    def add_sum(
+        self, row: LedgerRow, count: int, multiplications: int, largest: int, shapes: Shapes
+    ) -> None:
         """Add several products of which ``largest`` is the number of multiplications of the largest one."""
         added = _Sum()
         added.count = count
@@ -339,7 +373,9 @@ class Ledger:
         if "multiprocessing.util" in sys.modules:  # whose children end without atexit
             from multiprocessing import util
 
-            util.register_after_fork(self, lambda ledger: util.Finalize(None, ledger.write, exitpriority=0))
+            util.register_after_fork(
+                self, lambda ledger: util.Finalize(None, ledger.write, exitpriority=0)
+            )
 
     def write(self) -> None:
         """Write the sums of this process for the report of the first one."""
@@ -380,7 +416,9 @@ class Ledger:
             found.append(
                 "No backward pass ran inside the block; one that runs after it is PyTorch's own, in full precision."
             )
-        return InterceptionReport(title, tuple(products), (*found, *remarks), 1 + len(paths), statistics)
+        return InterceptionReport(
+            title, tuple(products), (*found, *remarks), 1 + len(paths), statistics
+        )
 
 
 def multiplications_of(shapes: Shapes) -> int:

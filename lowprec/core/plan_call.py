@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @uncompiled
 @shows(ProductOptions)
-def plan(a: Any, b: Any, /, *, device: str | None = None, **keywords: Unpack[ProductOptions]) -> PlanReport:
+def plan(
+    a: Any, b: Any, /, *, device: str | None = None, **keywords: Unpack[ProductOptions]
+) -> PlanReport:
     """Return the execution plan of ``matmul`` with the same arguments, with reasons.
 
     Parameters
@@ -79,7 +81,9 @@ def plan(a: Any, b: Any, /, *, device: str | None = None, **keywords: Unpack[Pro
     if rtol is None and bound is None:
         resolved = policy.resolve(keywords.get("math_mode"))
     else:
-        resolved, candidates = mode_within(call, rtol, keywords.get("math_mode"), bound, capabilities)
+        resolved, candidates = mode_within(
+            call, rtol, keywords.get("math_mode"), bound, capabilities
+        )
     options = call.options
     planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
     copies = _exported_copies(views)

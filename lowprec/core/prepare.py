@@ -98,7 +98,9 @@ class PreparedOperand(Prepared):
         is sparse again. ``linear(x, prepare(weight.T, sparsity="2:4").T)`` uses it.
         """
         if self.ndim < 2:
-            raise ShapeError(f"a prepared operand of shape {self.shape} has no transpose; it needs two axes")
+            raise ShapeError(
+                f"a prepared operand of shape {self.shape} has no transpose; it needs two axes"
+            )
         return PreparedOperand(self._view.transposed)
 
     def quantized(self) -> QuantizedArray | None:
@@ -137,7 +139,12 @@ class PreparedOperand(Prepared):
 
 @uncompiled
 def prepare(
-    b: Any, /, *, math_mode: ModeLike | None = None, sparsity: Literal["2:4"] | None = None, prune: bool = False
+    b: Any,
+    /,
+    *,
+    math_mode: ModeLike | None = None,
+    sparsity: Literal["2:4"] | None = None,
+    prune: bool = False,
 ) -> PreparedOperand:
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
@@ -195,11 +202,16 @@ def prepare(
         mode = policy.resolve().mode
     else:
         mode = parse_mode(math_mode)
-    if isinstance(b, Prepared) and b._like is not None:  # quantised: it is immutable, and keeps packed codes itself
+    # quantised: it is immutable, and keeps packed codes itself
+    if isinstance(b, Prepared) and b._like is not None:
         if sparsity is not None or prune:
-            raise UnsupportedError("b is a quantised array, which has no sparsity; quantise a pruned array instead")
+            raise UnsupportedError(
+                "b is a quantised array, which has no sparsity; quantise a pruned array instead"
+            )
         quantized: Any = b._view
-        return PreparedOperand(quantized.prepared(backend_of(quantized.device).reordered(quantized)))
+        return PreparedOperand(
+            quantized.prepared(backend_of(quantized.device).reordered(quantized))
+        )
     library = library_of(b)
     view = library.view(b)
     if not view.ndim:

@@ -18,7 +18,8 @@ class PrintedLine(NamedTuple):
     """A line with numbers of which some differ between the runs."""
 
     number: int  #: Of the line, from 1.
-    change: float  #: Of the numbers that differ, relative to those of the reference, by Euclidean norms.
+    #: Of the numbers that differ, relative to those of the reference, by Euclidean norms.
+    change: float
     found: str
     expected: str
 

@@ -90,7 +90,9 @@ def quantize(
     if row.name == "int4":
         row = int4(row.block if group is None else group, symmetric=symmetric)
     elif group is not None or not symmetric:
-        raise SettingError(f"group and symmetric are arguments of the format int4; omit them for {row.name}")
+        raise SettingError(
+            f"group and symmetric are arguments of the format int4; omit them for {row.name}"
+        )
     if scale_rule not in get_args(ScaleRule):
         raise SettingError(f"scale_rule is 'floor', 'rceil' or 'even', got {quoted(scale_rule)}")
     if scale_rule != "floor" and row.scales is not FLOAT8_E8M0FNU:
@@ -99,7 +101,9 @@ def quantize(
         )
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
-        raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
+        raise DTypeError(
+            f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these"
+        )
     view = library.view(x)
     axis = checked_axis(axis, view.ndim)
     if quantizing.encodes(view) and not row.has_zeros:

@@ -33,14 +33,16 @@ class Observed(NamedTuple):
     """One product of a run."""
 
     layer: str
-    phase: str  # "forward", "grad_input", "grad_weight", "backward" for other gradients, or ANY_PASS
+    # "forward", "grad_input", "grad_weight", "backward" for other gradients, or ANY_PASS
+    phase: str
     operator: str
     mode: str  # empty where the library computed it
     multiplications: int
     shape: Shape  # of the result
     norm: float  # of the result
     sketch: Any  # of the result; None after many products
-    error: float | None = None  # norm of the difference to the reference's product of the same operands
+    # norm of the difference to the reference's product of the same operands
+    error: float | None = None
     reference_norm: float = 0.0  # of that product
     fault: str = ""  # "NaN" or "Inf" in the result, and its origin
     a: OperandStatistics = NO_STATISTICS
@@ -111,4 +113,6 @@ def _sums(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @lru_cache
 def _signs() -> Any:
     """Return the random signs, the same in all processes."""
-    return np.random.default_rng(1021).integers(0, 2, _SIGNS, dtype=np.int8).astype(np.float32) * 2 - 1
+    return (
+        np.random.default_rng(1021).integers(0, 2, _SIGNS, dtype=np.int8).astype(np.float32) * 2 - 1
+    )

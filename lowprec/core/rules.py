@@ -19,7 +19,9 @@ from lowprec.modes import Mode, ModeLike, parse_mode
 #: Pairs of a pattern and a mode.
 Rules: TypeAlias = tuple[tuple[str, Mode], ...]
 #: A mode of all products, or rules: a mapping, pairs, ``"head=fp32,*=nvfp4"``, or the path of a TOML file.
-RulesLike: TypeAlias = ModeLike | Mapping[Any, ModeLike] | Sequence[tuple[Any, ModeLike]] | str | os.PathLike[str]
+RulesLike: TypeAlias = (
+    ModeLike | Mapping[Any, ModeLike] | Sequence[tuple[Any, ModeLike]] | str | os.PathLike[str]
+)
 #: (name, class or function) of each layer that a product may belong to; empty if it is unknown.
 Layer: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -60,7 +62,9 @@ def _rule(pair: Any) -> tuple[str, Mode]:
     key, mode = pair
     pattern = key if isinstance(key, str) else getattr(key, "__name__", None)
     if not isinstance(pattern, str):
-        raise ModeError(f"the pattern of a rule is a name, a class or a function, got {quoted(key)}")
+        raise ModeError(
+            f"the pattern of a rule is a name, a class or a function, got {quoted(key)}"
+        )
     return pattern, parse_mode(mode, f"the mode of {pattern!r},")
 
 
@@ -84,7 +88,9 @@ def _of_file(path: str) -> Any:
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ModeError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     found = tables.get("rules")
     if not isinstance(found, dict):
         raise ModeError(f"{path} has no table [rules]")

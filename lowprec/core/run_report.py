@@ -38,16 +38,21 @@ class LayerError(NamedTuple):
     Errors are relative, in Frobenius norms over all products; None where there is none to compare.
     """
 
-    layer: str  #: Name of the layer, or the library's name of the operator where no product is observed.
-    phase: str  #: ``"forward"``, ``"grad_input"``, ``"grad_weight"``, ``"backward"`` for other gradients, or ``"any"``.
+    #: Name of the layer, or the library's name of the operator where no product is observed.
+    layer: str
+    #: ``"forward"``, ``"grad_input"``, ``"grad_weight"``, ``"backward"`` for other gradients, or ``"any"``.
+    phase: str
     mode: str  #: The mode; empty where the library computed the products.
     calls: int
     share: float  #: Of the multiplications of the run.
-    own_error: float | None  #: Relative to the same products, of the same operands, in the reference.
+    #: Relative to the same products, of the same operands, in the reference.
+    own_error: float | None
     drift: float | None  #: Relative to the results of the run in the reference.
-    underflow: float  #: Largest share of numbers of an operand that the mode rounds to zero, as in OperandStatistics.
+    #: Largest share of numbers of an operand that the mode rounds to zero, as in OperandStatistics.
+    underflow: float
     clipped: float  #: Largest share of numbers of an operand beyond the largest one of their block.
-    blame: float | None = None  #: Squared change with this layer alone in its mode, relative to the squared change.
+    #: Squared change with this layer alone in its mode, relative to the squared change.
+    blame: float | None = None
 
     @property
     def place(self) -> str:
@@ -68,10 +73,13 @@ class RunComparison(Report):
 
     mode: str  #: The mode or the rules.
     against: str  #: The reference mode.
-    change: float | None  #: Relative change of the result, by its Euclidean norm; None without a result.
-    shares: Mapping[str, float]  #: Part of the multiplications by mode; ``""`` for those of the libraries.
+    #: Relative change of the result, by its Euclidean norm; None without a result.
+    change: float | None
+    #: Part of the multiplications by mode; ``""`` for those of the libraries.
+    shares: Mapping[str, float]
     layers: tuple[LayerError, ...]  #: The largest error first.
-    parting: str = ""  #: The first product in which the runs differ by order or shape; later ones are not compared.
+    #: The first product in which the runs differ by order or shape; later ones are not compared.
+    parting: str = ""
     fault: str = ""  #: The first product with a NaN or Inf, and its origin.
     notes: tuple[str, ...] = ()
     lines: tuple[
@@ -87,7 +95,9 @@ class RunComparison(Report):
     @property
     def verdict(self) -> str:
         """The shares of the modes, the change of the result, and the layers behind it, in one sentence."""
-        shares = [f"{mode} {percent(part)}" for mode, part in self.shares.items() if mode] or ["lowprec nothing"]
+        shares = [f"{mode} {percent(part)}" for mode, part in self.shares.items() if mode] or [
+            "lowprec nothing"
+        ]
         sentence = [f"{_listed(shares).replace(' ', ' computed ', 1)} of the multiplications"]
         if self.change is not None:
             sentence.append(self._changed())
@@ -97,7 +107,11 @@ class RunComparison(Report):
     def _changed(self) -> str:
         if self.lines:
             first = self.lines[0]
-            size = f"by up to {percent(first.change)}" if math.isfinite(first.change) else "beyond comparison"
+            size = (
+                f"by up to {percent(first.change)}"
+                if math.isfinite(first.change)
+                else "beyond comparison"
+            )
             return f"the printed numbers changed {size} (line {first.number})"
         return _change(self.change or 0.0)
 
@@ -117,10 +131,22 @@ class RunComparison(Report):
 
     def _erring(self) -> str:
         largest = [x for x in self.layers if x.own_error and math.isfinite(x.own_error)][:1]
-        return "".join(f"the largest own error is {percent(x.own_error)}, of {x.place}" for x in largest)
+        return "".join(
+            f"the largest own error is {percent(x.own_error)}, of {x.place}" for x in largest
+        )
 
     def tables(self) -> list[Table]:
-        columns = ["layer", "pass", "mode", ">calls", ">share", ">own error", ">drift", ">underflow", ">clipped"]
+        columns = [
+            "layer",
+            "pass",
+            "mode",
+            ">calls",
+            ">share",
+            ">own error",
+            ">drift",
+            ">underflow",
+            ">clipped",
+        ]
         shown: list[Callable[[LayerError], str]] = [
             attrgetter("layer"),
             attrgetter("phase"),
@@ -135,14 +161,19 @@ class RunComparison(Report):
         if any(x.blame is not None for x in self.layers):
             columns.append(">blame")
             first = {x.layer: x for x in reversed(self.layers)}
-            shown.append(lambda x: f"{x.blame:.1%}" if x.blame is not None and first[x.layer] is x else "")
+            shown.append(
+                lambda x: f"{x.blame:.1%}" if x.blame is not None and first[x.layer] is x else ""
+            )
         rows = [[show(x) for show in shown] for x in self.layers]
         tables = [Table(self.verdict, ())]
         if rows:
             title = f"{self.mode} against {self.against}"
             tables.append(Table(title, columns, rows, ("clipped", "underflow", "calls", "share")))
         if self.lines:
-            printed = [[str(x.number), _number(x.change), x.found, x.expected] for x in self.lines[:_MOST_LINES]]
+            printed = [
+                [str(x.number), _number(x.change), x.found, x.expected]
+                for x in self.lines[:_MOST_LINES]
+            ]
             title = f"printed lines with the largest changes, of {len(self.lines)} that changed"
             tables.append(Table(title, [">line", ">change", "text", f"in {self.against}"], printed))
         return tables
@@ -155,7 +186,9 @@ class RunComparison(Report):
             if x.own_error is not None or x.drift is not None
         }
         title = f"{self.mode} against {self.against}"
-        text = page(title, self.verdict, bars, ("own error", "drift"), self.tables()[1:], self.remarks)
+        text = page(
+            title, self.verdict, bars, ("own error", "drift"), self.tables()[1:], self.remarks
+        )
         write_file(path, text.encode())
 
     def figure(self) -> Any:
@@ -166,7 +199,10 @@ class RunComparison(Report):
         plotting.dots(
             panel,
             names,
-            {label: [getattr(x, key) or 0.0 for x in found[: len(names)]] for label, key in errors.items()},
+            {
+                label: [getattr(x, key) or 0.0 for x in found[: len(names)]]
+                for label, key in errors.items()
+            },
         )
         panel.set(xlabel="relative error", title=f"{self.mode} against {self.against}{note}")
         plotting.legend(figure, panel)
@@ -194,7 +230,9 @@ def compared(
         shares[layer.mode] = shares.get(layer.mode, 0) + layer.share
     ranked = dict(sorted(shares.items(), key=lambda item: -item[1]))
     fault = _first_fault(run)
-    return RunComparison(mode, against, change, ranked, tuple(layers), parting, fault, tuple(notes), lines)
+    return RunComparison(
+        mode, against, change, ranked, tuple(layers), parting, fault, tuple(notes), lines
+    )
 
 
 class _Errors:
@@ -218,16 +256,29 @@ class _Errors:
             self.error += x.error**2
             self.reference += x.reference_norm**2
 
-    def row(self, name: str, phase: str, mode: str, total: int, blame: Mapping[str, float]) -> LayerError:
+    def row(
+        self, name: str, phase: str, mode: str, total: int, blame: Mapping[str, float]
+    ) -> LayerError:
         own = _ratio(self.error, self.reference) if self.is_measured else None
         drift = _ratio(self.difference, self.compared) if self.compared else None
         share = self.multiplications / total
         return LayerError(
-            name, phase, mode, self.count, share, own, drift, self.underflow, self.clipped, blame.get(name)
+            name,
+            phase,
+            mode,
+            self.count,
+            share,
+            own,
+            drift,
+            self.underflow,
+            self.clipped,
+            blame.get(name),
         )
 
 
-def _add_drift(sums: Mapping[Any, _Errors], found: Sequence[Observed], wanted: Sequence[Observed]) -> str:
+def _add_drift(
+    sums: Mapping[Any, _Errors], found: Sequence[Observed], wanted: Sequence[Observed]
+) -> str:
     """Add the differences of the results of two runs; return the description of the first other product."""
     calls: dict[tuple[str, str], int] = {}
     for x, y in zip(found, wanted, strict=False):
@@ -239,7 +290,9 @@ def _add_drift(sums: Mapping[Any, _Errors], found: Sequence[Observed], wanted: S
             each.difference += distance(x.sketch, y.sketch) ** 2
             each.compared += y.norm**2
     if len(found) != len(wanted):
-        return f"The runs part after {min(map(len, (found, wanted)))} products: one has more of them."
+        return (
+            f"The runs part after {min(map(len, (found, wanted)))} products: one has more of them."
+        )
     return ""
 
 

@@ -10,8 +10,26 @@ from lowprec import policy
 from lowprec.backends import backend_of
 from lowprec.core.arguments import check_devices, spec_of
 from lowprec.errors import ModeError
-from lowprec.modes import TABLE, BoundName, MathMode, Mode, ModeLike, ModeSource, ResolvedMode, parse_mode
-from lowprec.planning import Bound, Candidate, Capabilities, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm
+from lowprec.modes import (
+    TABLE,
+    BoundName,
+    MathMode,
+    Mode,
+    ModeLike,
+    ModeSource,
+    ResolvedMode,
+    parse_mode,
+)
+from lowprec.planning import (
+    Bound,
+    Candidate,
+    Capabilities,
+    GemmPlan,
+    GemmProblem,
+    Reason,
+    ReasonKind,
+    plan_gemm,
+)
 from lowprec.planning.selection import Selection, check_bound, check_rtol, select_mode
 
 if TYPE_CHECKING:
@@ -69,7 +87,12 @@ def _excluded() -> frozenset[Mode]:
 
 
 def _within_chain(
-    links: int, whole: Selection, problem: GemmProblem, capabilities: Capabilities, rtol: float, measure: Bound
+    links: int,
+    whole: Selection,
+    problem: GemmProblem,
+    capabilities: Capabilities,
+    rtol: float,
+    measure: Bound,
 ) -> Selection:
     """Return the selection for products of chunks of k that are added up in the accumulator's type.
 
@@ -105,4 +128,6 @@ def other_choice(rtol: float | None, bound: str | None, planned: GemmPlan) -> Re
         selection = select_mode(planned.problem, planned.capabilities, rtol, _excluded(), other)
         chosen = next(x for x in selection.candidates if x.accepted)
         choice = f"{chosen.mode}, whose bound is {chosen.bound:.2g}"
-    return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=rtol, other=str(other), choice=choice)
+    return Reason.of(
+        ReasonKind.TOLERANCE, bound=str(used), rtol=rtol, other=str(other), choice=choice
+    )

@@ -74,7 +74,11 @@ class intercept(Interception):
     def _key(self) -> Any:
         if self.recorder is not None:
             self._observer = Observer(self.recorder)
-        return self.rules, _default_precision(jax.config.jax_default_matmul_precision), self._observer
+        return (
+            self.rules,
+            _default_precision(jax.config.jax_default_matmul_precision),
+            self._observer,
+        )
 
     def settle(self) -> None:
         if self._observer is not None:
@@ -120,7 +124,9 @@ _outside.__exit__(None, None, None)
 #: Primitives that lower functions of their own. Each call is lowered for itself, with the names of its callers.
 _CALLS = frozenset(["jit", "scan", "while", "cond", "remat2", "custom_jvp_call"])
 #: Names of these, and the transforms around a name.
-_STRUCTURE = re.compile(r"while/(?:body|cond)|checkpoint|rematted_computation|closed_call|[\w.]*\(|\)")
+_STRUCTURE = re.compile(
+    r"while/(?:body|cond)|checkpoint|rematted_computation|closed_call|[\w.]*\(|\)"
+)
 
 
 class _LoweringThread(threading.local):
@@ -144,7 +150,9 @@ def _register(primitive: Any, rule: Callable[..., Any]) -> None:
             mlir.register_lowering(primitive, front, platform=platform, cacheable=False)
 
 
-def _lower_product(own: Callable[..., Any], platform: str | None, ctx: Any, a: Any, b: Any, **params: Any) -> Any:
+def _lower_product(
+    own: Callable[..., Any], platform: str | None, ctx: Any, a: Any, b: Any, **params: Any
+) -> Any:
     if _thread.is_busy or _context.value is None:
         return own(ctx, a, b, **params)
     rules, default, observer = _context.value
@@ -187,7 +195,10 @@ def _mode_of(ctx: Any, rules: Rules, dimensions: Any) -> tuple[Mode | None, Pass
     x, y = ctx.avals_in
     free = [axes_of(aval, dimensions, number).free for number, aval in enumerate((x, y))]
     routine = "dot_general"
-    if prod(aval.shape[axis] for aval, axes in zip((x, y), free, strict=True) for axis in axes) == 1:
+    if (
+        prod(aval.shape[axis] for aval, axes in zip((x, y), free, strict=True) for axis in axes)
+        == 1
+    ):
         routine = "dot"
     asked = first_match(rules, _layer_of(ctx), routine)
     if asked is None:
@@ -225,7 +236,9 @@ def _names_of(ctx: Any) -> tuple[str, str]:
     return outer, own
 
 
-def _lower_call(own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_call(
+    own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any
+) -> Any:
     """Lower the call of a function under its name, for each of its callers if there are several rules."""
     if _context.value is None or _thread.is_busy:
         return own(ctx, *operands, **params)
@@ -250,7 +263,9 @@ def _default_precision(_: Any) -> Any:
     return equation.params["precision"]
 
 
-def _lower_other(own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_other(
+    own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any
+) -> Any:
     if _context.value and not _thread.is_busy:
         _count(ctx, "conv_general_dilated", "", PassedBy.CONVOLUTION)
     return own(ctx, *operands, **params)

@@ -121,7 +121,13 @@ def _fp32(a: Any, b: Any, shape: Shape) -> Any:
 def _widened(a: Any, b: Any, shape: Shape, out_dtype: str) -> Any:
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
-        product = _dot(lax.convert_element_type(a, wide), lax.convert_element_type(b, wide), shape, None, wide.name)
+        product = _dot(
+            lax.convert_element_type(a, wide),
+            lax.convert_element_type(b, wide),
+            shape,
+            None,
+            wide.name,
+        )
         return lax.convert_element_type(product, np.dtype(out_dtype))
 
 
@@ -149,7 +155,8 @@ def _quantized(a: Any, b: Any, step: Any, shape: Shape, mode: Mode, *, on_gpu: b
     if scales_y is not None:
         out = out * scales_y[:, None, :]
     scale = scale_x * scale_y
-    out = jnp.where(jnp.isinf(scale), out * scale_x * scale_y, out * scale)  # sums of zero remain zero
+    # sums of zero remain zero
+    out = jnp.where(jnp.isinf(scale), out * scale_x * scale_y, out * scale)
     out = out.reshape(*_extents(a, of_a.batch), *_extents(a, of_a.free), *_extents(b, of_b.free))
     return _sharded(out, shape)
 
@@ -195,7 +202,9 @@ def _of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) ->
         return total
     # An infinity has the parts Inf and NaN, so non-finite results are recomputed.
     finite = jnp.isfinite(total)
-    return lax.cond(jnp.all(finite), lambda: total, lambda: jnp.where(finite, total, _fp32(a, b, shape)))
+    return lax.cond(
+        jnp.all(finite), lambda: total, lambda: jnp.where(finite, total, _fp32(a, b, shape))
+    )
 
 
 def _sum_of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:
@@ -214,7 +223,9 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool
         x = parts_of_a[product.a_part]
         y = parts_of_b[product.b_part]
         if is_narrow:  # exact
-            term = _dot(x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32")
+            term = _dot(
+                x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32"
+            )
         else:
             term = _fp32(x, y, shape)
         if product.factor != 1:

@@ -18,7 +18,9 @@ from jax.experimental import io_callback
 
 from lowprec.core.recording import ANY_PASS, Observed, Recorder, distance, norm
 
-_INTERNAL = tuple(str(Path(str(file)).parent) for file in (jax.__file__, np.__file__, Path(__file__).parent))
+_INTERNAL = tuple(
+    str(Path(str(file)).parent) for file in (jax.__file__, np.__file__, Path(__file__).parent)
+)
 
 
 class Observer:
@@ -36,7 +38,8 @@ class Observer:
         self._products.sort(key=lambda x: (x.layer, x.phase))
         self.recorder.products += self._products
         self._products.clear()
-        self.recorder = Recorder(self.recorder.reference)  # JAX keeps the observer with compiled functions
+        # JAX keeps the observer with compiled functions
+        self.recorder = Recorder(self.recorder.reference)
 
     def observed(
         self, ctx: Any, name: str, mode: str, params: Any, compute: Callable[..., Any],
@@ -48,7 +51,9 @@ class Observer:
         """
         layer = self._layer(ctx, name)
         contracted = params["dimension_numbers"][0][0]
-        multiplications = prod(ctx.avals_out[0].shape) * prod(ctx.avals_in[0].shape[axis] for axis in contracted)
+        multiplications = prod(ctx.avals_out[0].shape) * prod(
+            ctx.avals_in[0].shape[axis] for axis in contracted
+        )
 
         def record(result: Any, reference: Any, *are_finite: Any) -> None:
             x = _numbers(result)
@@ -67,7 +72,9 @@ class Observer:
         def product(a: Any, b: Any) -> Any:
             result = compute(a, b)
             reference = result if again is None else again(a, b)
-            io_callback(record, None, result, reference, jnp.isfinite(a).all(), jnp.isfinite(b).all())
+            io_callback(
+                record, None, result, reference, jnp.isfinite(a).all(), jnp.isfinite(b).all()
+            )
             return result
 
         return product

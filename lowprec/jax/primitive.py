@@ -56,7 +56,14 @@ def _varying(x: Any) -> frozenset[str]:
 
 
 def _abstract(
-    a: Any, b: Any, _step: Any = None, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any
+    a: Any,
+    b: Any,
+    _step: Any = None,
+    *,
+    dimensions: Dimensions,
+    out_dtype: str,
+    out_sharding: Any,
+    **_: Any,
 ) -> Any:
     """Return shape, type, sharding and manual axes of the result, as those of ``lax.dot_general``."""
     kind, _ = lax.dot_general_p.abstract_eval(
@@ -72,14 +79,18 @@ def _abstract(
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(**params: Any) -> Any:
-    platforms = {name: functools.partial(multiply, on_gpu=name == "cuda", **params) for name in _PLATFORMS}
+    platforms = {
+        name: functools.partial(multiply, on_gpu=name == "cuda", **params) for name in _PLATFORMS
+    }
     return jax.jit(lambda *operands: lax.platform_dependent(*operands, **platforms))
 
 
 def _compute(a: Any, b: Any, *step: Any, **params: Any) -> Any:
     sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
     if len(sets) == 2 and sets[0] != sets[1]:
-        raise DeviceError(f"the operands are on {sets[0]} and on {sets[1]}; move one of them by jax.device_put")
+        raise DeviceError(
+            f"the operands are on {sets[0]} and on {sets[1]}; move one of them by jax.device_put"
+        )
     return _compiled(**params)(a, b, *step)
 
 
@@ -87,12 +98,22 @@ for _primitive in (_product_p, _stepped_p):
     _primitive.def_abstract_eval(_abstract)
     _primitive.def_impl(_compute)
     for _name in _PLATFORMS:
-        _lower = mlir.lower_fun(functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False)
+        _lower = mlir.lower_fun(
+            functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False
+        )
         mlir.register_lowering(_primitive, _lower, platform=_name)
 
 
 def _gradient(
-    gradient: Any, a: Any, b: Any, step: Any = None, *, dimensions: Dimensions, is_a: bool, backward_mode: str, **_: Any
+    gradient: Any,
+    a: Any,
+    b: Any,
+    step: Any = None,
+    *,
+    dimensions: Dimensions,
+    is_a: bool,
+    backward_mode: str,
+    **_: Any,
 ) -> Any:
     """Return an operand's gradient: the product of ``gradient`` and the other operand over the other's free axes.
 
@@ -121,13 +142,17 @@ def _gradient(
         summed = summed[::-1]
         batch = batch[::-1]
     order = sum(axes, own.batch)
-    mode = of_pass(policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight").value
+    mode = of_pass(
+        policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight"
+    ).value
     product = dot_general(
         factors[0], factors[1], step, dimensions=(summed, batch),
         mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
         out_sharding=_explicit_sharding(aval, order),
     )  # fmt: skip
-    return lax.transpose(product, tuple(order.index(i) for i in range(len(order)))).astype(aval.dtype)
+    return lax.transpose(product, tuple(order.index(i) for i in range(len(order)))).astype(
+        aval.dtype
+    )
 
 
 def _explicit_sharding(aval: Any, axes: Axes) -> Any:
@@ -138,7 +163,9 @@ def _explicit_sharding(aval: Any, axes: Axes) -> Any:
     return NamedSharding(mesh, PartitionSpec(*(aval.sharding.spec[axis] for axis in axes)))
 
 
-ad.defbilinear(_product_p, functools.partial(_gradient, is_a=True), functools.partial(_gradient, is_a=False))
+ad.defbilinear(
+    _product_p, functools.partial(_gradient, is_a=True), functools.partial(_gradient, is_a=False)
+)
 ad.defjvp(
     _stepped_p,
     lambda tangent, a, b, step, **params: _stepped_p.bind(tangent, b, step, **params),
@@ -171,7 +198,12 @@ with suppress(ImportError, AttributeError):
 
 
 def _batched(
-    operands: tuple[Any, ...], mapped: tuple[int | None, ...], *, dimensions: Dimensions, out_sharding: Any, **rest: Any
+    operands: tuple[Any, ...],
+    mapped: tuple[int | None, ...],
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    **rest: Any,
 ) -> tuple[Any, int]:
     """Return the product of operands with a mapped axis: a batch axis where both have it, else a free one."""
     if any(axis is not None for axis in mapped[2:]):
@@ -179,7 +211,10 @@ def _batched(
             "the step of stochastic rounding differs along an axis that vmap maps; map the operands only"
         )
     # First, because blocks and random numbers depend on the order of the axes.
-    operands = tuple(x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, mapped, strict=True))
+    operands = tuple(
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, mapped, strict=True)
+    )
     mapped = tuple(None if axis is None else 0 for axis in mapped)
     a, b, *_ = operands
     of_a, of_b, *_ = mapped
@@ -195,7 +230,9 @@ def _batched(
     if out_sharding is not None:
         spec = list(out_sharding.spec)
         out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:axis], None, *spec[axis:]))
-    return dot_general(*operands, dimensions=(summed, batch), out_sharding=out_sharding, **rest), axis
+    return dot_general(
+        *operands, dimensions=(summed, batch), out_sharding=out_sharding, **rest
+    ), axis
 
 
 def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:

@@ -21,7 +21,9 @@ from lowprec.modes import Mode, ResolvedMode
 from lowprec.planning import Activation
 
 
-def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> jax.Array:
+def product(
+    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None
+) -> jax.Array:
     """Return the product of arrays that JAX traces or that are sharded over several devices."""
     check_key()
     if resolved.emulates is not None:
@@ -85,7 +87,9 @@ def _array(name: str, x: Any) -> jax.Array:
 def _product(a: Any, b: Any, step: Any, how: dict[str, str]) -> Any:
     """Multiply stacks of matrices; axes along which an operand is broadcast are free axes of the other one."""
     ndim = max(a.ndim, b.ndim)
-    over_a, over_b = (dict(zip(range(ndim - x.ndim, ndim - 2), x.shape, strict=False)) for x in (a, b))
+    over_a, over_b = (
+        dict(zip(range(ndim - x.ndim, ndim - 2), x.shape, strict=False)) for x in (a, b)
+    )
     both = over_a.keys() & over_b.keys()
     ones_a = [axis for axis in sorted(both) if over_a[axis] == 1 != over_b[axis]]
     ones_b = [axis for axis in sorted(both) if over_b[axis] == 1 != over_a[axis]]
@@ -103,9 +107,12 @@ def _product(a: Any, b: Any, step: Any, how: dict[str, str]) -> Any:
     return lax.transpose(out, sorted(range(len(order)), key=order.__getitem__))
 
 
-def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:
+def _with_epilogue(
+    out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None
+) -> Any:
     if not isinstance(alpha, jax.Array) and alpha == 0:
-        out = jnp.zeros_like(out)  # as in BLAS: with alpha = 0 the product is ignored, also Inf and NaN
+        # as in BLAS: with alpha = 0 the product is ignored, also Inf and NaN
+        out = jnp.zeros_like(out)
     elif isinstance(alpha, jax.Array) or alpha != 1:
         out = (alpha * out).astype(out.dtype)
     if c is not None and (isinstance(beta, jax.Array) or beta != 0):
@@ -114,7 +121,9 @@ def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activatio
         bias = _aligned(bias, out)
         if out.dtype == DType.INT32.label:  # saturate
             limits = jnp.iinfo(out.dtype)
-            out = jnp.clip(out, limits.min - jnp.minimum(bias, 0), limits.max - jnp.maximum(bias, 0))
+            out = jnp.clip(
+                out, limits.min - jnp.minimum(bias, 0), limits.max - jnp.maximum(bias, 0)
+            )
         out = out + bias
     if activation is Activation.GELU:
         return jax.nn.gelu(out, approximate=True)

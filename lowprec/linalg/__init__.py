@@ -117,6 +117,10 @@ def solve(
     ('refine', 0, True)
     """
     from lowprec.core.blas import untaken
-    from lowprec.linalg.solving import solve  # not by an attribute of this module, which may import SciPy
 
-    return untaken(solve, a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output)
+    # not by an attribute of this module, which may import SciPy
+    from lowprec.linalg.solving import solve
+
+    return untaken(
+        solve, a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output
+    )

@@ -28,7 +28,12 @@ Solver = Callable[[Any], Any]
 
 
 #: The module with each library's LU factorization and triangular solver.
-_LAPACK = {"numpy": "scipy.linalg", "torch": "torch.linalg", "jax": "jax.scipy.linalg", "cupy": "cupyx.scipy.linalg"}
+_LAPACK = {
+    "numpy": "scipy.linalg",
+    "torch": "torch.linalg",
+    "jax": "jax.scipy.linalg",
+    "cupy": "cupyx.scipy.linalg",
+}
 
 
 def norms(x: Any) -> Any:

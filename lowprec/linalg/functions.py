@@ -44,7 +44,10 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
 }
 
 #: Element types that LAPACK has.
-_DTYPES = {dtype.label: dtype for dtype in (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)}
+_DTYPES = {
+    dtype.label: dtype
+    for dtype in (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
+}
 _INTEGERS = ("int", "uint", "bool")  # first letters of the types of pivots and masks
 
 _CUDA = 2  # ``DLDeviceType`` of dlpack.h
@@ -68,7 +71,9 @@ def find(function: str, library: str) -> Callable[..., Any]:
         if _is_function(value):
             return cast("Callable[..., Any]", value)
     version = getattr(sys.modules.get(library), "__version__", "")
-    raise UnsupportedError(f"{library} {version} has no function {function} ({' or '.join(paths)}); {remedy}")
+    raise UnsupportedError(
+        f"{library} {version} has no function {function} ({' or '.join(paths)}); {remedy}"
+    )
 
 
 def _is_function(value: Any) -> bool:
@@ -101,14 +106,18 @@ def guarded(name: str) -> Callable[..., Any]:
         hint = ""
         if close:
             hint = f"; names close to it: {', '.join(close)}"
-        raise AttributeError(f"lowprec.linalg: no loaded library has a function {name!r} of linear algebra{hint}")
+        raise AttributeError(
+            f"lowprec.linalg: no loaded library has a function {name!r} of linear algebra{hint}"
+        )
 
     def function(*arguments: Any, **keywords: Any) -> Any:
         return _call(name, arguments, keywords)
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = "lowprec.linalg"
-    function.__doc__ = f"Call the function {name} of the arrays' library inside :func:`lowprec.fp32_guard`."
+    function.__doc__ = (
+        f"Call the function {name} of the arrays' library inside :func:`lowprec.fp32_guard`."
+    )
     return uncompiled(function)
 
 

@@ -18,13 +18,15 @@ from lowprec.linalg.factors import Operations, factor, norms
 from lowprec.linalg.results import SolveReason
 from lowprec.modes import Mode
 
-MAX_STEPS = 50  # applications of the factor to a right-hand side, in classical refinement and in GMRES
+# applications of the factor to a right-hand side, in classical refinement and in GMRES
+MAX_STEPS = 50
 _TRIAL_STEPS = 20  # after these GMRES stops unless the residual has fallen to a tenth
 _PROGRESS = 0.5  # a step that leaves more than this share of the error is the last of its kind
 _GMRES_COLUMNS = 8  # largest number of right-hand sides that GMRES solves
 _PROBES = 2  # random vectors that estimate the norm of the inverse
 _EVEN = 1e-3  # rows and columns whose largest magnitudes are within this ratio are not scaled
-_SMALLEST = 2.0**-40  # products of matrices whose largest magnitude is between these two numbers neither overflow
+# products of matrices whose largest magnitude is between these two numbers neither overflow
+_SMALLEST = 2.0**-40
 _LARGEST = 2.0**40  # nor underflow
 
 #: Accepted backward errors in units of the rounding error, at most 4 times those of direct solves (measured): of a
@@ -170,7 +172,8 @@ class System:
         of_probes = norms(columns[:, -_PROBES:])
         inverse = float(np.sqrt(np.mean(of_probes**2)))
         condition = self._norm * inverse
-        if not (condition * self._unit < 1 and np.isfinite(x).all()):  # else singular in the working precision
+        # else singular in the working precision
+        if not (condition * self._unit < 1 and np.isfinite(x).all()):
             raise Unsolved(SolveReason.BREAKDOWN)
         return x, condition
 
@@ -237,7 +240,11 @@ class Refinement:
 
 
 def gmres(
-    product: Callable[[Any], Any], correction: Callable[[Any], Any], r: Any, reduction: float, limit: int
+    product: Callable[[Any], Any],
+    correction: Callable[[Any], Any],
+    r: Any,
+    reduction: float,
+    limit: int,
 ) -> tuple[Any, int]:
     """Solve for a vector (n, 1) by flexible GMRES until the residual falls by ``reduction``; return x and the steps."""
     size = norms(r)[0]

@@ -47,7 +47,8 @@ class SolveReport(Report):
     fallbacks: int  # number of systems for refinement that were solved directly
     steps: int  # applications of the factor in classical refinement, the first solution's included
     gmres_steps: int  # applications of the factor in GMRES
-    backward_error: float  # |b - a x| / (|a| |x| + |b|), with the Frobenius norm of a; NaN where it is unknown
+    # |b - a x| / (|a| |x| + |b|), with the Frobenius norm of a; NaN where it is unknown
+    backward_error: float
     condition: float | None  # estimate of |a| |a^-1| in the Frobenius norm, of the scaled matrix
     seconds: tuple[tuple[str, float], ...]  # by phase
 

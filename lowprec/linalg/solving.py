@@ -30,7 +30,8 @@ _CHOICES = {"method": ("direct", "refine", "auto"), "assume": ("gen", "pos")}
 _WIDTH = 256  # inner extent of the planned updates
 _USUAL_ERROR = 2e-5  # largest probable relative error of updates in the default mode
 _WORTH_A_TRIAL = 4.0  # factor by which another mode must be cheaper to be tried before
-_SMALLEST = 1024  # smaller systems are solved directly by method="auto", without an estimate of the costs
+# smaller systems are solved directly by method="auto", without an estimate of the costs
+_SMALLEST = 1024
 
 # Flops per element of the matrix, measured on Zen 5.
 _DIRECT = 2500.0  # overhead of a direct solve, in the operands' precision
@@ -40,7 +41,9 @@ _COLUMN = 100.0  # refinement of each further column
 _is_on_host = attrgetter("device.is_host")  # of a view
 
 
-def solve(a: Any, b: Any, *, method: str, factor_mode: str | Mode | None, assume: str, full_output: bool) -> Any:
+def solve(
+    a: Any, b: Any, *, method: str, factor_mode: str | Mode | None, assume: str, full_output: bool
+) -> Any:
     """Return the solution, with ``full_output`` a pair of it and the report."""
     for name, value in (("method", method), ("assume", assume)):
         if value not in _CHOICES[name]:
@@ -50,7 +53,9 @@ def solve(a: Any, b: Any, *, method: str, factor_mode: str | Mode | None, assume
     if mode is not None:
         mode = parse_mode(mode, "factor_mode")
     if method == "direct" and mode is not None:
-        raise SettingError("factor_mode is for method='refine' or 'auto'; a direct solve has no such factor")
+        raise SettingError(
+            "factor_mode is for method='refine' or 'auto'; a direct solve has no such factor"
+        )
     given = operands("solve", a=a, b=b)
     if method == "direct" and not full_output:
         return given.handed_back(_direct(given.library, *given.arrays))
@@ -68,11 +73,15 @@ def _stack(a: Shape, b: Shape) -> Shape:
     if len(a) < 2 or a[-1] != a[-2]:
         raise ShapeError(f"solve takes square matrices, shape (..., n, n), and a has shape {a}")
     if not b or b[max(len(b) - 2, 0)] != a[-1]:
-        raise ShapeError(f"b must have shape ({a[-1]},) or (..., {a[-1]}, k), as a has shape {a}, and it has shape {b}")
+        raise ShapeError(
+            f"b must have shape ({a[-1]},) or (..., {a[-1]}, k), as a has shape {a}, and it has shape {b}"
+        )
     try:
         return np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError:
-        raise ShapeError(f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast") from None
+        raise ShapeError(
+            f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast"
+        ) from None
 
 
 def _direct(library: str, a: Any, b: Any) -> Any:
@@ -84,7 +93,9 @@ def _direct(library: str, a: Any, b: Any) -> Any:
 
 
 class _Solve:
-    def __init__(self, given: Operands, batch: Shape, method: str, mode: Mode | None, is_positive: bool) -> None:
+    def __init__(
+        self, given: Operands, batch: Shape, method: str, mode: Mode | None, is_positive: bool
+    ) -> None:
         a, b = given.arrays
         self._given = given
         self._batch = batch
@@ -157,7 +168,9 @@ class _Solve:
             return SolveReason.EMPTY
         if self._ops.is_numpy and not find_spec("scipy"):
             if self._method == "refine":
-                raise UnsupportedError(f"refinement {SolveReason.NO_LAPACK}; install it (pip install scipy)")
+                raise UnsupportedError(
+                    f"refinement {SolveReason.NO_LAPACK}; install it (pip install scipy)"
+                )
             return SolveReason.NO_LAPACK
         is_auto = self._method == "auto"
         if is_auto and self._n < _SMALLEST:

@@ -27,8 +27,10 @@ class ActivationRow(NamedTuple):
     """The implementations of an activation function, but for that of the CPU's kernels."""
 
     host: Callable[[Any, Any], Any]  # of an array and the module numpy
-    cuda: str  # expression of x of type T (float or double, for relu also int), with functions of ``epilogue.cu``
-    fused: str  # name in ``cublasLtEpilogue_t``; empty if a kernel applies the function to a staged product
+    # expression of x of type T (float or double, for relu also int), with functions of ``epilogue.cu``
+    cuda: str
+    # name in ``cublasLtEpilogue_t``; empty if a kernel applies the function to a staged product
+    fused: str
 
 
 _GELU_SCALE = -2 * math.sqrt(2 / math.pi)
@@ -47,7 +49,9 @@ def _gelu(x: Any, np: Any) -> Any:
 ACTIVATIONS: Mapping[Activation, ActivationRow] = {
     Activation.RELU: ActivationRow(lambda x, np: np.maximum(x, 0), "x < 0 ? 0 : x", "RELU"),
     Activation.GELU: ActivationRow(
-        _gelu, "gated(x, hyperbolic_tangent((x * x * (T)0.044715 + (T)1) * x * (T)0.7978845608028654))", "GELU"
+        _gelu,
+        "gated(x, hyperbolic_tangent((x * x * (T)0.044715 + (T)1) * x * (T)0.7978845608028654))",
+        "GELU",
     ),
 }
 
@@ -60,4 +64,6 @@ def parse_activation(name: str | Activation | None) -> Activation | None:
         return Activation(name)
     except ValueError:
         legal = ", ".join([*Activation, "None"])
-        raise SettingError(f"activation {quoted(name)} is not supported; choose one of: {legal}") from None
+        raise SettingError(
+            f"activation {quoted(name)} is not supported; choose one of: {legal}"
+        ) from None

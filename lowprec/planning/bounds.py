@@ -120,10 +120,13 @@ class ErrorBound:
     result_absolute: float  # loss by underflow of an element of the result
     k: int  # length of the sums
     formula: str  # of ``relative``
-    absolute: str  # description of the losses by underflow; empty if they are those of the accumulator alone
+    # description of the losses by underflow; empty if they are those of the accumulator alone
+    absolute: str
     condition: str  # the data for which the bound holds
-    unconditional: bool  # false if operands are rounded to a format of smaller range, in which they may overflow
-    probable: float = 0.0  # replaces ``relative`` with probability ``probability``, for rounding errors of mean zero
+    # false if operands are rounded to a format of smaller range, in which they may overflow
+    unconditional: bool
+    # replaces ``relative`` with probability ``probability``, for rounding errors of mean zero
+    probable: float = 0.0
     by_norms: bool = False  # holds for the norms only, because rows were scaled
 
     @property
@@ -182,7 +185,12 @@ def _depths(
     capability: Capability | None,
 ) -> Depths:
     def of_sum(length: int) -> Depth:
-        if length and kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:
+        if (
+            length
+            and kernel.summation is Summation.TENSOR_CORES
+            and accumulator is FLOAT32
+            and capability
+        ):
             return on_tensor_cores(components * length, fmt.name, capability)
         return Depth(components * length)
 
@@ -264,12 +272,24 @@ def error_bound(
     )
     size = confidence(max(elements, 1) * max(model.terms, 1))
     if is_split:
-        error = split_error(row(mode), rounded, sums, accumulator, growth=model.growth, scaled_over=scaled, size=size)
+        error = split_error(
+            row(mode),
+            rounded,
+            sums,
+            accumulator,
+            growth=model.growth,
+            scaled_over=scaled,
+            size=size,
+        )
     else:
         error = _plain_error(model, size)
     bound = _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
     if kernel.emulation:
-        return replace(bound, formula=bound.formula + _EMULATED, condition=_EMULATED_CONDITION + bound.condition)
+        return replace(
+            bound,
+            formula=bound.formula + _EMULATED,
+            condition=_EMULATED_CONDITION + bound.condition,
+        )
     return bound
 
 
@@ -282,7 +302,9 @@ def _terms(schedule: tuple[PartProduct, ...], kernel: KernelRow, k: int, compone
     return terms * kernel.parts**2
 
 
-def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
+def _with_losses(
+    model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool
+) -> ErrorBound:
     """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
     is_split = parts > 0
     worst, likely, formula = error
@@ -320,7 +342,11 @@ def _plain_error(model: _ErrorModel, size: float) -> RelativeError:
     losses = [loss] * model.operands
     worst = model.depth.worst(model.accumulator)
     probable = model.depth.probable(model.accumulator, size)
-    return joint(model.growth * worst, *losses), joint(model.growth * probable, *losses), _formula(model)
+    return (
+        joint(model.growth * worst, *losses),
+        joint(model.growth * probable, *losses),
+        _formula(model),
+    )
 
 
 def _underflow(model: _ErrorModel) -> tuple[float, float, float]:
@@ -384,7 +410,9 @@ def _formula(model: _ErrorModel) -> str:
     return f"{' '.join(factors)} - 1; {gamma_text(model.accumulator)}"
 
 
-def _absolute_text(operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat) -> str:
+def _absolute_text(
+    operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat
+) -> str:
     """Describe the losses by underflow; empty if they are those of the accumulator alone."""
     parts = []
     if operand_loss:

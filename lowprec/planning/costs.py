@@ -66,7 +66,8 @@ class Roofline:
     seconds: float  # total
     arithmetic: float  # the products at the peak rate
     memory: float  # reading the operands and writing the result once
-    rewriting: float  # the kernels that pack operands before the product, or write the result after it
+    # the kernels that pack operands before the product, or write the result after it
+    rewriting: float
     units: str  # the units of the peak rate
     tflops: float  # peak rate in TFLOP/s
 
@@ -90,7 +91,9 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     codes = call.first.codes if call else None
     if codes:
         fmt = codes.elements.name
-    on_tensor_cores = codes is not None or tensor_cores_multiply(fmt, capabilities.compute_capability)
+    on_tensor_cores = codes is not None or tensor_cores_multiply(
+        fmt, capabilities.compute_capability
+    )
     # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
     rate = dict(capabilities.peak_tflops).get(units)

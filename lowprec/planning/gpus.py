@@ -106,10 +106,15 @@ def parse_model(name: object) -> GpuModel:
     wanted = _plain(text)
     capability = parse_capability(text)
     for model in MODELS:
-        if model.compute_capability == capability or wanted in (_plain(model.key), _plain(model.name)):
+        if model.compute_capability == capability or wanted in (
+            _plain(model.key),
+            _plain(model.name),
+        ):
             return model
     similar = did_you_mean(name, _BY_KEY)
-    raise DeviceError(f"device {quoted(name)} is not known; choose one of: cpu, {model_names()}{similar}")
+    raise DeviceError(
+        f"device {quoted(name)} is not known; choose one of: cpu, {model_names()}{similar}"
+    )
 
 
 def parse_capability(text: str) -> Capability | None:

@@ -51,23 +51,27 @@ class KernelRow(NamedTuple):
     missing: str = ""  # reason if the device lacks it; default: "no" and the units
     instruction_sets: tuple[str, ...] = ()  # required, by the operating system's names
     cost_per_flop: float = 1.0  # time relative to FP32 on the same device
-    costs: tuple[tuple[str, float], ...] = ()  # ``cost_per_flop`` by format, on tensor cores that support the format
+    # ``cost_per_flop`` by format, on tensor cores that support the format
+    costs: tuple[tuple[str, float], ...] = ()
     cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
     cost_per_byte: float = 0.0  # of moving one byte of a temporary array, in flops
     summation: Summation = Summation.SEQUENTIAL
-    k_chunk: int = 0  # longest of the chunks in which it sums k, see `planning.schedule.chunk_length`; 0: one chunk
+    # longest of the chunks in which it sums k, see `planning.schedule.chunk_length`; 0: one chunk
+    k_chunk: int = 0
     parts: int = 1  # bfloat16 parts that represent an operand exactly
     products_per_complex: int = 1  # real products per complex product
     packs: bool = False  # packs operands of any strides, and all of their parts at once
     holds_in: DType | None = None  # wider storage type of rounded operands; None: as rounded
     concatenates: bool = False  # products of parts run as one, over concatenated parts
     is_cublaslt: bool = False  # a call of cuBLASLt
-    emulation: ComputeType | None = None  # only for modes that cuBLASLt emulates by this compute type, in one call
+    # only for modes that cuBLASLt emulates by this compute type, in one call
+    emulation: ComputeType | None = None
     part_format: str = ""  # format of the parts of this emulation, by `format_name`
     part_products: int = 0  # their products per product, if it is known
     truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
-    decodes_b: frozenset[str] = frozenset()  # formats with blocks whose codes in ``b`` it decodes as it packs, as FP8's
+    # formats with blocks whose codes in ``b`` it decodes as it packs, as FP8's
+    decodes_b: frozenset[str] = frozenset()
     emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
 
     def __str__(self) -> str:
@@ -80,7 +84,8 @@ class Capabilities:
 
     device: str  # "cpu" or "cuda:0"
     name: str  # name of the model
-    kernels: tuple[KernelRow, ...] = field(hash=False)  # in order of preference; the last has no requirements
+    # in order of preference; the last has no requirements
+    kernels: tuple[KernelRow, ...] = field(hash=False)
     features: frozenset[str] = frozenset()  # of device and libraries, for `KernelRow.requires`
     flops_per_byte: float = 16.0  # peak rate divided by memory bandwidth
     compute_capability: Capability | None = None  # of an NVIDIA GPU: major, minor
@@ -119,7 +124,11 @@ class Capabilities:
 
 
 def choose_kernel(
-    fmt: str, capabilities: Capabilities, *, is_chunked: bool = False, emulation: ComputeType | None = None
+    fmt: str,
+    capabilities: Capabilities,
+    *,
+    is_chunked: bool = False,
+    emulation: ComputeType | None = None,
 ) -> tuple[KernelRow, tuple[Reason, ...]]:
     """Return the first kernel that supports products of operands of this format, and reasons against preferred ones.
 
@@ -132,7 +141,9 @@ def choose_kernel(
         if not is_of_format or row.emulation not in (None, emulation):
             continue
         if row.requires is not None and row.requires not in capabilities.features:
-            reason = Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
+            reason = Reason.of(
+                ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}"
+            )
         elif is_chunked and (row.k_chunk or row.emulation):
             reason = Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
         else:

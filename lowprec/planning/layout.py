@@ -24,7 +24,8 @@ class OperandSpec:
     dtype: DType
     shape: Shape
     strides: Shape  # in elements; zero and negative strides are legal
-    blocks: Blocks | None = None  # of a quantised array; dtype and strides are then those of its widened numbers
+    # of a quantised array; dtype and strides are then those of its widened numbers
+    blocks: Blocks | None = None
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
@@ -54,7 +55,8 @@ class MatrixStack:
     batch_shape: Shape  # outermost first
     batch_strides: Shape  # 0 in dimensions along which the matrix is broadcast
     order: Order | None  # contiguous dimension; None if BLAS cannot express the strides
-    leading_dimension: int | None  # stride of the other dimension, at least the contiguous extent; None as ``order``
+    # stride of the other dimension, at least the contiguous extent; None as ``order``
+    leading_dimension: int | None
 
     @classmethod
     def of(
@@ -69,7 +71,9 @@ class MatrixStack:
     ) -> MatrixStack:
         """Return the stack with order and leading dimension derived from the strides."""
         order, leading = _blas_order(rows, cols, row_stride, col_stride)
-        return cls(dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading)
+        return cls(
+            dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading
+        )
 
     @property
     def batch_stride(self) -> int | None:
@@ -147,12 +151,16 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
     batch = []
     for x, y in zip_longest(shape_a[-3::-1], shape_b[-3::-1], fillvalue=1):
         if x != y and x != 1 and y != 1:
-            raise ShapeError(f"operands could not be broadcast together with shapes {shape_a} and {shape_b}")
+            raise ShapeError(
+                f"operands could not be broadcast together with shapes {shape_a} and {shape_b}"
+            )
         batch.append(y if x == 1 else x)
     return m, n, k, tuple(reversed(batch))
 
 
-def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple[Order | None, int | None]:
+def _blas_order(
+    rows: int, cols: int, row_stride: int, col_stride: int
+) -> tuple[Order | None, int | None]:
     """Return (order, leading dimension), or (None, None) if BLAS cannot express these strides."""
     if rows == 0 or cols == 0:
         return "row", max(cols, 1)
@@ -185,7 +193,9 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
     return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, batch_strides)
 
 
-def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
+def _result(
+    dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec
+) -> MatrixStack:
     """Return the matrices of a result or addend, which has one dimension less for each 1-D operand."""
     core = strides[len(batch) :]
     row_stride = 0
@@ -229,7 +239,9 @@ def stacked_layout(
     return GemmLayout(m, n, k, batch, prod(batch), shape, left, right, result, collapsed=False)
 
 
-def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
+def addend_layout(
+    c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
+) -> MatrixStack | None:
     """Return ``c`` as matrices of a layout; None if it is collapsed, but the rows of ``c`` have no single stride."""
     missing = len(layout.out_shape) - len(c.shape)
     strides = _broadcast_strides(c.shape, c.strides)
@@ -263,4 +275,6 @@ def _collapse(layout: GemmLayout) -> GemmLayout:
     if a is None or out is None:
         return layout
     b = replace(layout.b, batch_shape=(), batch_strides=())
-    return replace(layout, m=layout.m * count, batch_shape=(), batch_count=1, a=a, b=b, out=out, collapsed=True)
+    return replace(
+        layout, m=layout.m * count, batch_shape=(), batch_count=1, a=a, b=b, out=out, collapsed=True
+    )

@@ -45,9 +45,11 @@ class Copy(NamedTuple):
 class Quantized(NamedTuple):
     """The rounding of the operands to codes with scales, and the product of the rounded numbers."""
 
-    rules: tuple[Rule | None, Rule | None]  # of ``a`` and ``b``; None for a stored operand, which is not rounded again
+    # of ``a`` and ``b``; None for a stored operand, which is not rounded again
+    rules: tuple[Rule | None, Rule | None]
     inner: GemmPlan  # of the rounded numbers, over the first piece of k
-    k_piece: int  # length of the pieces of k, each with its scales, whose sums are added; 0: one sum
+    # length of the pieces of k, each with its scales, whose sums are added; 0: one sum
+    k_piece: int
     last: GemmPlan  # over the last piece of k, which may be shorter
 
 
@@ -74,8 +76,10 @@ class GemmPlan:
     call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
     quantized: Quantized | None = None  # of a mode that quantises, if it acts
 
-    accumulator: DType = field(init=False, compare=False)  # element type of the sums and the epilogue
-    split: tuple[int, int] = field(init=False, compare=False)  # number of parts of ``a`` and of ``b``
+    # element type of the sums and the epilogue
+    accumulator: DType = field(init=False, compare=False)
+    # number of parts of ``a`` and of ``b``
+    split: tuple[int, int] = field(init=False, compare=False)
     #: Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding.
     scaled: tuple[bool, bool] = field(init=False, compare=False)
 

@@ -21,7 +21,8 @@ from lowprec.util.plain import plain
 from lowprec.util.tables import Table
 
 _PREDICTION = (
-    "no device was queried, so the algorithm and its units are unknown; peak rate and bandwidth from the {source}"
+    "no device was queried, so the algorithm and its units are unknown; "
+    "peak rate and bandwidth from the {source}"
 )
 
 
@@ -32,9 +33,12 @@ class PlanReport(GemmPlan, Report):
     resolved: ResolvedMode  # the mode with its source
     candidates: tuple[Candidate, ...]  # modes considered for ``rtol``
     tolerance: Reason | None  # the bound that ``rtol`` limits, and the choice by the other bound
-    prepared: Reason | None = None  # why the packed ``b`` is kept or not; None if ``b`` is not prepared
-    sparsity: Reason | None = None  # how the zeros of ``b`` are used; None if ``b`` is not prepared as sparse
-    algorithm: tuple[tuple[str, str], ...] = ()  # cuBLASLt's description of its algorithm; empty without a GPU
+    # why the packed ``b`` is kept or not; None if ``b`` is not prepared
+    prepared: Reason | None = None
+    # how the zeros of ``b`` are used; None if ``b`` is not prepared as sparse
+    sparsity: Reason | None = None
+    # cuBLASLt's description of its algorithm; empty without a GPU
+    algorithm: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, plan: GemmPlan, **filled: Any) -> PlanReport:
@@ -77,12 +81,17 @@ class PlanReport(GemmPlan, Report):
                 rows.append((str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", verdict))
             columns = ("mode", ">bound", ">cost", "verdict")
             yield Table(
-                "candidates, the cheapest first (cost: expected time, relative to fp32)", columns, rows, ("cost",)
+                "candidates, the cheapest first (cost: expected time, relative to fp32)",
+                columns,
+                rows,
+                ("cost",),
             )
 
     def __repr__(self) -> str:
         runs = f"mode {self.mode}, kernel {self.kernel} on {self.capabilities.device}"
-        return f"<PlanReport {title(self)},\n {runs}, error at most {self.bound.relative:.3g} |A| |B|>"
+        return (
+            f"<PlanReport {title(self)},\n {runs}, error at most {self.bound.relative:.3g} |A| |B|>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         texts = (Reason, KernelRow)
@@ -119,7 +128,10 @@ def _rows(plan: PlanReport) -> Iterator[Row]:
         products += f", each operand in {plan.parts} parts"
     yield "products", products
     if plan.k_chunk < plan.layout.k:
-        yield ("k chunk", f"{plan.k_chunk}: chunks of the leading product, added in {plan.accumulator}")
+        yield (
+            "k chunk",
+            f"{plan.k_chunk}: chunks of the leading product, added in {plan.accumulator}",
+        )
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
     yield from plan.algorithm
@@ -225,7 +237,9 @@ def _figure(plan: PlanReport) -> Any:
     if plan.roofline is None:
         speeds = {str(c.mode): (1 / c.cost, c.bound) for c in plan.candidates if c.cost}
         plotting.points(panel, speeds)
-        panel.set(xlabel="expected speed, relative to fp32", ylabel="bound of the error / (|A| |B|)")
+        panel.set(
+            xlabel="expected speed, relative to fp32", ylabel="bound of the error / (|A| |B|)"
+        )
     else:
         bounds = {str(c.mode): c.bound for c in plan.candidates}
         bounds.setdefault(str(plan.mode), plan.bound.relative)
@@ -240,7 +254,9 @@ def _figure(plan: PlanReport) -> Any:
         plotting.points(panel, places)
         panel.set(xlabel="flop per byte of operands and result", ylabel="TFLOP/s, at most")
         panel.xaxis.set_major_formatter("{x:.4g}")
-    panel.set_title(f"{plan.capabilities.name}: m {plan.layout.m}, n {plan.layout.n}, k {plan.layout.k}, {plan.mode}")
+    panel.set_title(
+        f"{plan.capabilities.name}: m {plan.layout.m}, n {plan.layout.n}, k {plan.layout.k}, {plan.mode}"
+    )
     plotting.legend(figure, panel, loc="outside right upper", ncols=1)
     return figure
 
@@ -255,6 +271,8 @@ def _roofs(panel: Any, capabilities: Capabilities, x: float) -> None:
     right = 4 * max(x, max(names) / bandwidth)
     for rate in sorted(names):
         bend = rate / bandwidth
-        panel.plot([left, bend, right], [bandwidth * left, rate, rate], color=plotting.INK, alpha=0.6)
+        panel.plot(
+            [left, bend, right], [bandwidth * left, rate, rate], color=plotting.INK, alpha=0.6
+        )
         text = ", ".join(names[rate])
         panel.annotate(text, (right, rate), ha="right", va="bottom", fontsize=7)

@@ -13,8 +13,21 @@ from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, ComputeType, DType, Numb
 from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
-from lowprec.planning.kernels import BLOCKS, Capabilities, KernelRow, Summation, choose_kernel, format_name
-from lowprec.planning.layout import GemmLayout, OperandSpec, addend_layout, gemm_layout, stacked_layout
+from lowprec.planning.kernels import (
+    BLOCKS,
+    Capabilities,
+    KernelRow,
+    Summation,
+    choose_kernel,
+    format_name,
+)
+from lowprec.planning.layout import (
+    GemmLayout,
+    OperandSpec,
+    addend_layout,
+    gemm_layout,
+    stacked_layout,
+)
 from lowprec.planning.plan import Copy, GemmPlan, Quantized
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
@@ -78,7 +91,9 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
     operands = format_name(fmt)
     if _multiplies_integers(problem, capabilities):
         operands = BLOCKS
-    kernel, passed_over = choose_kernel(operands, capabilities, is_chunked=is_chunked, emulation=emulation)
+    kernel, passed_over = choose_kernel(
+        operands, capabilities, is_chunked=is_chunked, emulation=emulation
+    )
     if kernel.emulation:
         fmt = compute_dtype.format
         rounded = (False, False)
@@ -102,7 +117,9 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
         rounded=rounded,
         multiplied_dtype=multiplied,
         cublas_compute_type=compute_type,
-        schedule=make_schedule(scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates),
+        schedule=make_schedule(
+            scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates
+        ),
         kernel_row=kernel,
         passed_over=passed_over,
         copies=(),
@@ -165,9 +182,16 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     on_gpu = capabilities.compute_capability is not None
     if on_gpu:
         layout = _following_c(problem, layout)
-        if layout.collapsed and b_rule is not None and b_rule.is_stochastic and len(problem.b.shape) > 2:
+        if (
+            layout.collapsed
+            and b_rule is not None
+            and b_rule.is_stochastic
+            and len(problem.b.shape) > 2
+        ):
             layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
-        a_dtype, b_dtype = types_on_gpu(rules, mode, layout, capabilities, not piece, problem.k_chunk)
+        a_dtype, b_dtype = types_on_gpu(
+            rules, mode, layout, capabilities, not piece, problem.k_chunk
+        )
         piece = 0
     else:
         a_dtype, b_dtype = types_on_cpu(rules, capabilities)
@@ -180,7 +204,9 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
         rounded = codes
         piece = 0
     inner = _piece_plan(rounded, capabilities, piece, layout.k)
-    last = _piece_plan(rounded, capabilities, layout.k % piece or piece, layout.k) if piece else inner
+    last = (
+        _piece_plan(rounded, capabilities, layout.k % piece or piece, layout.k) if piece else inner
+    )
     plan = replace(
         inner,
         problem=problem,
@@ -204,8 +230,13 @@ def _without_kernels(capabilities: Capabilities, mode: Mode) -> Capabilities:
     if capabilities.compute_capability is not None:
         return capabilities
     if capabilities.kernels[0].emulates is not None:
-        raise UnsupportedError(f"no tensor cores have the format {mode}; leave the scope of lowprec.emulate")
-    return replace(capabilities, kernels=tuple(kernel for kernel in capabilities.kernels if not kernel.requires))
+        raise UnsupportedError(
+            f"no tensor cores have the format {mode}; leave the scope of lowprec.emulate"
+        )
+    return replace(
+        capabilities,
+        kernels=tuple(kernel for kernel in capabilities.kernels if not kernel.requires),
+    )
 
 
 def _piece_plan(problem: GemmProblem, capabilities: Capabilities, length: int, k: int) -> GemmPlan:
@@ -256,7 +287,9 @@ def _lowered(plan: GemmPlan) -> GemmPlan:
     return replace(plan, call=call, copies=tuple(copies), passed_over=passed_over)
 
 
-def _types(scheme: ModeRow, kernel: KernelRow, dtype: DType, has_effect: bool) -> tuple[DType, ComputeType]:
+def _types(
+    scheme: ModeRow, kernel: KernelRow, dtype: DType, has_effect: bool
+) -> tuple[DType, ComputeType]:
     """Return the element type and the compute type of cuBLASLt's products."""
     if kernel.emulation or not has_effect:
         return dtype, kernel.emulation or dtype.compute_type

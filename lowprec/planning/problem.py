@@ -32,7 +32,8 @@ class GemmProblem:
     activation: Activation | None = None
     k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
     ignores_product: bool = False  # alpha is 0: the operands are not read
-    is_scaled: bool = False  # sums are multiplied by a float32 scale of each row and column, those of int8 included
+    # sums are multiplied by a float32 scale of each row and column, those of int8 included
+    is_scaled: bool = False
 
     @property
     def has_blocks(self) -> bool:
@@ -51,7 +52,9 @@ class GemmProblem:
     @property
     def has_epilogue(self) -> bool:
         """Whether anything is applied to the product: alpha, c, bias or an activation."""
-        return self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
+        return (
+            self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
+        )
 
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
@@ -61,7 +64,12 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {operand_names()}")
     dtypes = (problem.a.dtype, problem.b.dtype)
     emulated = capabilities.kernels[0].emulates
-    if emulated and problem.a.blocks and problem.b.blocks and emulated.capability >= BLOCK_SCALES_SINCE:
+    if (
+        emulated
+        and problem.a.blocks
+        and problem.b.blocks
+        and emulated.capability >= BLOCK_SCALES_SINCE
+    ):
         raise UnsupportedError(
             f"block-scaled products of the tensor cores of {emulated.label} are not emulated; convert an operand to "
             "bfloat16"
@@ -69,7 +77,9 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
     if not all(d.is_float8 for d in dtypes):
         return promote(*dtypes)
     if dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
-        is_emulated = emulated is not None and tensor_cores_multiply("float8_e4m3fn", emulated.capability)
+        is_emulated = emulated is not None and tensor_cores_multiply(
+            "float8_e4m3fn", emulated.capability
+        )
         if capabilities.has_float8 or is_emulated:
             # FP8 operands of two types are multiplied unchanged; one type represents the pair.
             return DType.FLOAT8_E4M3FN
@@ -79,7 +89,12 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     """Return the result's element type; raise DTypeError if the requested one is not supported."""
     legal = compute_dtype.results
-    is_narrow = problem.has_blocks or problem.is_scaled or problem.a.dtype.is_float8 or problem.b.dtype.is_float8
+    is_narrow = (
+        problem.has_blocks
+        or problem.is_scaled
+        or problem.a.dtype.is_float8
+        or problem.b.dtype.is_float8
+    )
     if is_narrow and compute_dtype.bits <= 32:
         legal = tuple(dict.fromkeys((*legal, *DType.FLOAT8_E4M3FN.results)))
     default = legal[0]
@@ -112,16 +127,22 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
                     "convert the result and apply it there"
                 )
     if compute_dtype.is_complex and problem.activation:
-        raise UnsupportedError(f"activation {problem.activation} is not defined for {compute_dtype} operands")
+        raise UnsupportedError(
+            f"activation {problem.activation} is not defined for {compute_dtype} operands"
+        )
     if problem.bias and problem.bias.shape != (layout.n,):
-        raise ShapeError(f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b")
+        raise ShapeError(
+            f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b"
+        )
     if problem.c and not broadcasts(problem.c.shape, layout.out_shape):
         raise ShapeError(
             f"c has shape {problem.c.shape}, which does not broadcast to the result's shape {layout.out_shape}"
         )
     for name, spec in (("c", problem.c), ("bias", problem.bias)):
         if spec:
-            _check_addend(name, spec.dtype, DType.FLOAT32 if problem.is_scaled else compute_dtype.accumulator)
+            _check_addend(
+                name, spec.dtype, DType.FLOAT32 if problem.is_scaled else compute_dtype.accumulator
+            )
 
 
 def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
@@ -132,7 +153,9 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
         legal = [d for d in floats if promote(d, epilogue) is epilogue]
     if dtype not in legal:
         choices = ", ".join(map(str, legal))
-        raise DTypeError(f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}")
+        raise DTypeError(
+            f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}"
+        )
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

@@ -97,7 +97,11 @@ def _operand(rule: Rule | None, vectors: int, k: int) -> tuple[float, float, flo
 
 
 def quantized_bound(
-    rules: tuple[Rule | None, Rule | None], inner: bounds.ErrorBound, layout: GemmLayout, out_dtype: DType, k_piece: int
+    rules: tuple[Rule | None, Rule | None],
+    inner: bounds.ErrorBound,
+    layout: GemmLayout,
+    out_dtype: DType,
+    k_piece: int,
 ) -> bounds.ErrorBound:
     """Return the error bound of a mode that quantises; ``inner`` is that of the rounded numbers."""
     batch = layout.batch_count

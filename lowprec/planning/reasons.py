@@ -28,9 +28,13 @@ class ReasonKind(Enum):
     OVERLAP = "it overlaps another array"
 
     # Why block-scaled operands are widened.
-    OTHER_BLOCKS = "cuBLASLt multiplies two operands of one block-scaled format, {formats}, not {a} and {b}"
+    OTHER_BLOCKS = (
+        "cuBLASLt multiplies two operands of one block-scaled format, {formats}, not {a} and {b}"
+    )
     NO_BLOCK_SCALES = "block-scaled formats need tensor cores of compute capability 10.0"
-    NOT_ONE_PRODUCT_OF_BLOCKS = "cuBLASLt multiplies block-scaled operands with blocks along k, in one product"
+    NOT_ONE_PRODUCT_OF_BLOCKS = (
+        "cuBLASLt multiplies block-scaled operands with blocks along k, in one product"
+    )
     BLOCK_EXTENTS = "{data} kernels need m and n in multiples of {step}, and k of {k_step}"
     EXPORTED_COPY = "{how}"
     WIDENED = "its {format} numbers are widened to {dtype} in each product"
@@ -55,15 +59,21 @@ class ReasonKind(Enum):
 
     # Use of a prepared operand.
     KEPT = "the first product in {mode} keeps its packed b for later ones"
-    PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
+    PREPARED_FOR_ANOTHER_MODE = (
+        "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
+    )
     CODES_READ = "{kernel} decodes its codes as it multiplies; those along k are kept in its order"
-    SCALES_KEPT = "the first product keeps its scales in the order of cuBLASLt; the codes are read in place"
+    SCALES_KEPT = (
+        "the first product keeps its scales in the order of cuBLASLt; the codes are read in place"
+    )
     NOT_KEPT = "{kernel} does not keep its packed b: read as an ordinary array"
     NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
 
     # Use of a 2:4 sparse operand.
     SPARSE = "cuSPARSELt multiplies at most half of b, which takes {share:.4g} of its bytes in addition, compressed"
-    ZEROS_MULTIPLIED = "{kernel} multiplies the zeros of b like other numbers: the same cost as a dense b"
+    ZEROS_MULTIPLIED = (
+        "{kernel} multiplies the zeros of b like other numbers: the same cost as a dense b"
+    )
     DENSE_PRODUCT = "a dense product, as without sparsity: {why}"
     NO_SPARSE_UNITS = "sparse tensor cores need compute capability 8.0, here {capability}"
     SPARSE_PACKED = "cuSPARSELt multiplies b as it is stored: store float16, bfloat16, or int8 in column-major order"
@@ -83,7 +93,9 @@ class ReasonKind(Enum):
     MISALIGNED = "{listing} {verb} of {step}, as tensor cores prefer for {bits}-bit data: pad"
     SMALL_DIMENSIONS = "{listing} (at most {most}): memory-bound rather than compute-bound"
     LOW_INTENSITY = "{intensity:.3g} flops per byte, below the device's {device:.3g}: memory-bound"
-    ROUNDING_COSTS_MORE = "rounding the operands costs more than the product: a low-precision mode is slower here"
+    ROUNDING_COSTS_MORE = (
+        "rounding the operands costs more than the product: a low-precision mode is slower here"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,19 @@ def advise(plan: GemmPlan) -> tuple[Reason, ...]:
     if bits and capabilities.compute_capability is not None:
         step = ALIGNMENT_BYTES * 8 // bits
         if misaligned := tuple(f"{name} = {size}" for name, size in sizes if size % step):
-            advice.append(Reason.of(ReasonKind.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
+            advice.append(
+                Reason.of(ReasonKind.MISALIGNED, dimensions=misaligned, step=step, bits=bits)
+            )
     if small := tuple(f"{name} = {size}" for name, size in sizes if size <= SMALL_DIMENSION):
-        advice.append(Reason.of(ReasonKind.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
+        advice.append(
+            Reason.of(ReasonKind.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION)
+        )
     elif (intensity := plan.arithmetic_intensity) < capabilities.flops_per_byte:
-        advice.append(Reason.of(ReasonKind.LOW_INTENSITY, intensity=intensity, device=capabilities.flops_per_byte))
+        advice.append(
+            Reason.of(
+                ReasonKind.LOW_INTENSITY, intensity=intensity, device=capabilities.flops_per_byte
+            )
+        )
     converts = any(plan.rounded) and (call is None or call.pack_a or call.pack_b)
     # An element of ``a`` is used n times, one of ``b`` m times, two flops each.
     elements_per_flop = 1 / (2 * n) + 1 / (2 * m)
@@ -81,7 +89,9 @@ def _operand(operand: MatrixStack) -> str:
     if operand.order is None:
         text = f"strides {operand.row_stride}, {operand.col_stride}"
     else:
-        text = f"{operand.order}-major, leading dimension {operand.leading_dimension}, op {operand.op}"
+        text = (
+            f"{operand.order}-major, leading dimension {operand.leading_dimension}, op {operand.op}"
+        )
     if not operand.batch_strides:
         return text
     if operand.batch_stride is None:
@@ -124,7 +134,9 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
         codes = plan.call.first.codes if plan.call else None
         if kernel.summation is Summation.BLOCKS:
             return f"{rule}; multiplied as integers, whose sums over a block are exact"
-        return f"{rule}; multiplied as {codes.name if codes else plan.quantized.inner.compute_dtype}"
+        return (
+            f"{rule}; multiplied as {codes.name if codes else plan.quantized.inner.compute_dtype}"
+        )
     if plan.rounded[operand]:
         text = row(plan.runs_as).inputs
     elif spec.blocks and plan.call and plan.call.first.codes:

@@ -44,7 +44,9 @@ def piece_length(rules: Rules, k: int, k_chunk: int | None, mode: Mode) -> int:
     elif _in_integers(rules) and k > MAX_K_INT8:
         piece = _INT8_PIECE
     if k_chunk is not None and piece:
-        raise UnsupportedError(f"k_chunk is {k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk=")
+        raise UnsupportedError(
+            f"k_chunk is {k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk="
+        )
     return piece
 
 
@@ -58,11 +60,18 @@ def _in_integers(rules: Rules) -> bool:
 
 
 def types_on_gpu(
-    rules: Rules, mode: Mode, layout: GemmLayout, capabilities: Capabilities, in_one_sum: bool, k_chunk: int | None
+    rules: Rules,
+    mode: Mode,
+    layout: GemmLayout,
+    capabilities: Capabilities,
+    in_one_sum: bool,
+    k_chunk: int | None,
 ) -> tuple[DType, DType]:
     """Return the types in which tensor cores multiply rounded numbers; products of scaled blocks are float32."""
     if any(rule is not None and rule.codes == "int8_blocks" for rule in rules):
-        raise UnsupportedError(f"the mode {mode} is for CPUs: on a GPU choose int8, which has a scale per vector")
+        raise UnsupportedError(
+            f"the mode {mode} is for CPUs: on a GPU choose int8, which has a scale per vector"
+        )
     if k_chunk is None and scale_modes(rules, layout, capabilities.compute_capability) is not None:
         return _float8(rules[0]), _float8(rules[1])
     if in_one_sum and _in_integers(rules):
@@ -75,7 +84,9 @@ def types_on_gpu(
 def types_on_cpu(rules: Rules, capabilities: Capabilities) -> tuple[DType, DType]:
     """Return the types in which a CPU multiplies rounded numbers; FP8 if it emulates tensor cores that have it."""
     emulated = capabilities.kernels[0].emulates
-    has_float8 = emulated is not None and tensor_cores_multiply("float8_e4m3fn", emulated.capability)
+    has_float8 = emulated is not None and tensor_cores_multiply(
+        "float8_e4m3fn", emulated.capability
+    )
     if has_float8 and all(map(_is_float8, rules)):
         return _float8(rules[0]), _float8(rules[1])
     if _in_integers(rules):

@@ -33,7 +33,12 @@ class PartProduct(NamedTuple):
 
 
 def make_schedule(
-    row: ModeRow, rounded: tuple[bool, bool], k: int, k_chunk: int | None = None, *, concatenates: bool = False
+    row: ModeRow,
+    rounded: tuple[bool, bool],
+    k: int,
+    k_chunk: int | None = None,
+    *,
+    concatenates: bool = False,
 ) -> tuple[PartProduct, ...]:
     """Return the products of a mode, the smallest first.
 
@@ -50,11 +55,15 @@ def make_schedule(
         for start in range(0, whole, step):
             stop = min(start + step, k)
             accumulates = bool(products)
-            products.append(PartProduct(a_part, b_part, start, stop, factor, accumulates, len(pairs)))
+            products.append(
+                PartProduct(a_part, b_part, start, stop, factor, accumulates, len(pairs))
+            )
     return tuple(products)
 
 
-def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Iterator[tuple[list[Pair], float]]:
+def _groups(
+    row: ModeRow, rounded: tuple[bool, bool], concatenates: bool
+) -> Iterator[tuple[list[Pair], float]]:
     if row.sums_parts and not all(rounded):
         # If one operand has a single part, two ordinary products suffice, fewer than Karatsuba's three.
         if any(rounded):

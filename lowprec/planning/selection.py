@@ -119,7 +119,9 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
             yield plan_gemm(problem, capabilities, mode)
 
 
-def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[Mode]) -> Reason | None:
+def _unsupported_reason(
+    plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[Mode]
+) -> Reason | None:
     if plan.mode in excluded:
         return Reason.of(ReasonKind.EXCLUDED)
     if bound > rtol:

@@ -122,7 +122,9 @@ def depths(schedule: tuple[PartProduct, ...], of_sum: Callable[[int], Depth]) ->
     return sums
 
 
-def depths_by_chunks(schedule: tuple[PartProduct, ...], of_chunk: int, chunks: int, sums: int) -> Depths:
+def depths_by_chunks(
+    schedule: tuple[PartProduct, ...], of_chunk: int, chunks: int, sums: int
+) -> Depths:
     """Return the result of :func:`depths` for products that are summed over chunks of k.
 
     For each chunk each product is summed from zero, in ``sums`` sums of ``of_chunk`` roundings, and then added.

@@ -12,7 +12,11 @@ from lowprec.planning.reasons import Reason, ReasonKind
 
 _SPARSE_UNITS_SINCE = (8, 0)
 #: cuSPARSELt's result by type of its operands.
-_SPARSE_RESULTS = {DType.FLOAT16: DType.FLOAT16, DType.BFLOAT16: DType.BFLOAT16, DType.INT8: DType.INT32}
+_SPARSE_RESULTS = {
+    DType.FLOAT16: DType.FLOAT16,
+    DType.BFLOAT16: DType.BFLOAT16,
+    DType.INT8: DType.INT32,
+}
 #: Extents and leading dimensions of a sparse matrix are multiples of this, those of dense ones of ``STEP_BYTES``.
 _SPARSE_BYTES = 32
 
@@ -32,7 +36,9 @@ def kept_modes(plan: GemmPlan) -> frozenset[Mode]:
 
 
 def reads_codes_of_b(plan: GemmPlan) -> bool:
-    return plan.problem.b.blocks is not None and _reason_kind(plan, plan.mode) is ReasonKind.CODES_READ
+    return (
+        plan.problem.b.blocks is not None and _reason_kind(plan, plan.mode) is ReasonKind.CODES_READ
+    )
 
 
 def prepared_reason(plan: GemmPlan, prepared_for: Mode) -> Reason:
@@ -84,7 +90,9 @@ def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
         else:
             shape = (x.rows, x.cols)
         if any(size % step for size in (*shape, leading)):
-            yield Reason.of(ReasonKind.SPARSE_EXTENTS, name=name, step=step, shape=shape, leading=leading)
+            yield Reason.of(
+                ReasonKind.SPARSE_EXTENTS, name=name, step=step, shape=shape, leading=leading
+            )
 
 
 def _reason_kind(plan: GemmPlan, prepared_for: Mode) -> ReasonKind:

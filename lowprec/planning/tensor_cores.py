@@ -46,7 +46,8 @@ class Accumulation(NamedTuple):
     #: It has no effect on Volta, where no nonzero product of float16 numbers and no FP32 accumulator has an exponent
     #: below -126.
     least_exponent: int
-    emin: int = 0  # exponent of the smallest normal number of the factors' format; set for the emulation
+    # exponent of the smallest normal number of the factors' format; set for the emulation
+    emin: int = 0
     result_bits: int = 23
     adds_after: bool = False
 
@@ -65,7 +66,10 @@ _EIGHT_BITS: tuple[_Model, ...] = (
     ((8, 9), Accumulation(32, 16, 13, -132, result_bits=13)),
 )
 
-_TF32: tuple[_Model, ...] = (((9, 0), Accumulation(8, 8, 25, -133)), ((8, 0), Accumulation(8, 4, 24, -132)))
+_TF32: tuple[_Model, ...] = (
+    ((9, 0), Accumulation(8, 8, 25, -133)),
+    ((8, 0), Accumulation(8, 4, 24, -132)),
+)
 
 #: Models by operand format, the newest compute capability first; the last is the first that supports the format.
 _MODELS: dict[str, tuple[_Model, ...]] = {

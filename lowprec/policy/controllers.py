@@ -59,7 +59,9 @@ def register_controller(controller: Controller) -> None:
     lacks = [name for name in _MEMBERS if not hasattr(controller, name)]
     if lacks:
         kind = type(controller).__name__
-        raise TypeError(f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}")
+        raise TypeError(
+            f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}"
+        )
     known_modules.add(controller.module)
     _by_name[controller.name] = controller
 

@@ -44,7 +44,9 @@ class ContextScope(AbstractContextManager[Any]):
         if is_traced():  # by PyTorch's compiler
             return
         caller = sys._getframe(depth)
-        collected = functools.partial(_collected, type(self), self._open, caller.f_code, caller.f_lasti)
+        collected = functools.partial(
+            _collected, type(self), self._open, caller.f_code, caller.f_lasti
+        )
         self._watch = ref(self, collected)
 
     def __enter__(self: S) -> S:
@@ -107,7 +109,9 @@ class ContextScope(AbstractContextManager[Any]):
         return cast(F, decorated(self, function))
 
 
-def _collected(kind: type[ContextScope], opened: dict[Entry, None], code: CodeType, at: int, _: object) -> None:
+def _collected(
+    kind: type[ContextScope], opened: dict[Entry, None], code: CodeType, at: int, _: object
+) -> None:
     """Leave a scope's open blocks, and warn at the call that made it."""
     if sys.is_finalizing():
         return

@@ -30,9 +30,11 @@ class Variable(Generic[T]):
     meaning: str  # one sentence
     legal: str  # description of the legal values
     default: str  # description of the default
-    parse: Callable[[str], T]  # from text to value; raises EnvironmentVariableError for illegal text
+    # from text to value; raises EnvironmentVariableError for illegal text
+    parse: Callable[[str], T]
     show: Callable[[T], str] = str  # from value to its description
-    remark: Callable[[str], str | None] = lambda text: None  # from legal text to a warning, None for none
+    # from legal text to a warning, None for none
+    remark: Callable[[str], str | None] = lambda text: None
     read_once: bool = False  # read at the first use of a mode only
 
     def text(self) -> str | None:
@@ -59,7 +61,9 @@ def _mode_variable(name: str, meaning: str, default: str) -> Variable[Mode]:
     return Variable(name, meaning, legal, default, parse, read_once=True)
 
 
-MATH_MODE = _mode_variable("LOWPREC_MATH_MODE", "The math mode where the program chooses none.", MathMode.FP32.value)
+MATH_MODE = _mode_variable(
+    "LOWPREC_MATH_MODE", "The math mode where the program chooses none.", MathMode.FP32.value
+)
 FORCE_MATH_MODE = _mode_variable(
     "LOWPREC_FORCE_MATH_MODE",
     "The math mode instead of the program's choice; only fp32_guard takes precedence.",
@@ -68,7 +72,12 @@ FORCE_MATH_MODE = _mode_variable(
 
 
 def _choice(
-    name: str, meaning: str, default: str, choices: Mapping[str, tuple[T, str]], *, read_once: bool = False
+    name: str,
+    meaning: str,
+    default: str,
+    choices: Mapping[str, tuple[T, str]],
+    *,
+    read_once: bool = False,
 ) -> Variable[T]:
     """Return a variable with few legal texts, each with its value and the description of that."""
     shown = dict(choices.values())
@@ -109,7 +118,10 @@ PEER_ACCESS = _choice(
     "LOWPREC_PEER_ACCESS",
     "1 allocates results for JAX and DLPack such that other GPUs can access them, which takes longer.",
     "results are accessible from their own GPU",
-    {"0": (False, "results are accessible from their own GPU"), "1": (True, "other GPUs may access results")},
+    {
+        "0": (False, "results are accessible from their own GPU"),
+        "1": (True, "other GPUs may access results"),
+    },
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
@@ -122,7 +134,10 @@ THREADS = _choice(
     "LOWPREC_THREADS",
     "If PyTorch is loaded: own runs products on lowprec's workers, openmp on the threads of PyTorch's OpenMP runtime.",
     "openmp",
-    {"own": ("own", "lowprec's own workers"), "openmp": ("openmp", "PyTorch's threads if it is loaded")},
+    {
+        "own": ("own", "lowprec's own workers"),
+        "openmp": ("openmp", "PyTorch's threads if it is loaded"),
+    },
 )
 
 
@@ -265,7 +280,8 @@ class VariableRow(NamedTuple):
     effect: str  # description of the value in use
     meaning: str
     legal: str
-    problem: str | None  # warning about a value that is illegal, reserved, or was changed after it was read
+    # warning about a value that is illegal, reserved, or was changed after it was read
+    problem: str | None
 
 
 def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> VariableRow:
@@ -332,7 +348,9 @@ def problems() -> tuple[str, ...]:
     """Return the warnings among :func:`rows`."""
     known = [v.name for v in VARIABLES]
     # Others are those of the launcher, of builds and of checks.
-    ours = [name for name in sorted(os.environ) if re.match("LOWPREC_(?!RUN|BUILD|CI_|EMULATOR_)", name)]
+    ours = [
+        name for name in sorted(os.environ) if re.match("LOWPREC_(?!RUN|BUILD|CI_|EMULATOR_)", name)
+    ]
     found = [r.problem for r in rows() if r.problem is not None]
     for name in ours:
         if name not in known:
@@ -382,12 +400,15 @@ def child_environment(
     hooks = {"INTERCEPT": intercept, "PROFILE": "1" if profile else "", "FOLDER": folder}
     hooks |= {"RECORD": record, "AGAINST": against}
     child |= {f"{RUN_VARIABLE}_{name}": value for name, value in hooks.items() if value}
-    start = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
+    # an outer run's is removed, also that of another copy of lowprec
+    start = os.sep.join(startup.split(os.sep)[-5:])
     child["PYTHONPATH"] = _put_first(startup, child.get("PYTHONPATH", ""), os.pathsep, start)
     if preloaded is not None:
         path, mode_of_blas = preloaded
         child["LOWPREC_BLAS"] = mode_of_blas
-        child["LD_PRELOAD"] = _put_first(path, child.get("LD_PRELOAD", ""), ":", os.path.basename(path))
+        child["LD_PRELOAD"] = _put_first(
+            path, child.get("LD_PRELOAD", ""), ":", os.path.basename(path)
+        )
     return child
 
 

@@ -6,7 +6,16 @@ import functools
 from dataclasses import replace
 
 from lowprec.architectures import Architecture
-from lowprec.modes import MathMode, Mode, ModeLike, ModeSource, Recipe, ResolvedMode, parse_mode, row
+from lowprec.modes import (
+    MathMode,
+    Mode,
+    ModeLike,
+    ModeSource,
+    Recipe,
+    ResolvedMode,
+    parse_mode,
+    row,
+)
 from lowprec.policy import entries, environment
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.rounding_rules import Format
@@ -170,7 +179,9 @@ def _impose(
     reasons = []
     if variables.force_math_mode is not None:
         if requested not in (None, variables.force_math_mode):
-            reasons.append(f"{ModeSource.FORCED}={variables.force_math_mode} overrules {requested} ({source}).")
+            reasons.append(
+                f"{ModeSource.FORCED}={variables.force_math_mode} overrules {requested} ({source})."
+            )
         mode = variables.force_math_mode
         source = ModeSource.FORCED
     chosen = mode
@@ -184,7 +195,9 @@ def _impose(
             reasons.append(f"{guard} keeps the precision at {mode} or above.")
             source = guard
         else:
-            reasons.append(f"{guard} is active, and {mode} is no less precise than {MathMode.FP32}.")
+            reasons.append(
+                f"{guard} is active, and {mode} is no less precise than {MathMode.FP32}."
+            )
     if variables.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32

@@ -139,7 +139,11 @@ class PolicyScope(ContextScope):
         others = [c for c in loaded if c.name not in floors]
         hold = entry.hold = Hold()
         acquire(hold, others, mode or MathMode.FP32, guards)
-        failures = [f"{name} ({reason})" for name, reason in sorted(hold.failures.items()) if reason != FLOOR]
+        failures = [
+            f"{name} ({reason})"
+            for name, reason in sorted(hold.failures.items())
+            if reason != FLOOR
+        ]
         hold.failures.update(floors)
         if failures:
             verb = "does not protect" if guards else "does not reach"

@@ -39,13 +39,16 @@ class Hold:
 class _Layer:
     """The values of switches before and after a block set them, and the holds of the blocks that use them."""
 
-    def __init__(self, controller: Controller, mode: Mode, is_floor: bool, stack: list[_Layer]) -> None:
+    def __init__(
+        self, controller: Controller, mode: Mode, is_floor: bool, stack: list[_Layer]
+    ) -> None:
         self.controller = controller
         self.mode = mode
         self.is_floor = is_floor
         self.stack = stack
         self.saved: Mapping[str, Any] | None = None  # the values before
-        self.inside: Mapping[str, Any] | None = None  # the values as set; None if setting them failed
+        # the values as set; None if setting them failed
+        self.inside: Mapping[str, Any] | None = None
         self.holds: set[Hold] = set()
 
     def restore(self) -> list[str]:
@@ -91,7 +94,9 @@ _process_stacks: Stacks = {}
 _thread = _OfThread()
 
 
-def acquire(hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor: bool = False) -> None:
+def acquire(
+    hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor: bool = False
+) -> None:
     """Set the switches of these loaded libraries for a mode until ``hold`` is released.
 
     ``is_floor`` marks a guard: while it is open, no other block lowers the precision. After an exception, which only a

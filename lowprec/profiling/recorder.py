@@ -74,7 +74,9 @@ class profile(Report):
             )
         if threads not in get_args(Threads):
             choices = ", ".join(map(repr, get_args(Threads)))
-            raise SettingError(f"threads={quoted(threads)} is not supported; choose one of: {choices}")
+            raise SettingError(
+                f"threads={quoted(threads)} is not supported; choose one of: {choices}"
+            )
         self.label = label
         self._threads = threads
         self._thread: int | None = None
@@ -218,7 +220,9 @@ def _attach() -> None:
         observe(_observer if attached else None)
 
 
-def _observer(product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView) -> CachedExecutor:
+def _observer(
+    product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView
+) -> CachedExecutor:
     thread = threading.get_ident()
     listeners = [p for p in dict.fromkeys(_listening) if p._thread in (None, thread)]
     if not listeners:
@@ -227,7 +231,9 @@ def _observer(product: CachedExecutor, resolved: ResolvedMode, *_operands: Array
     return product._replace(execute=execute)
 
 
-def _execute(product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments) -> None:
+def _execute(
+    product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments
+) -> None:
     backend = product.backend
     measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
     try:

@@ -104,9 +104,11 @@ class ProductRecord:
     peak_share: float | None
     #: Whether the device has tensor units (on a CPU tile units, or vector units for bfloat16 and int8) for the format.
     units_eligible: bool
-    units_used: bool | None  #: Whether these units were used; None where the library does not report it.
+    #: Whether these units were used; None where the library does not report it.
+    units_used: bool | None
     units_reason: str  #: The units, or the reason why none were used.
-    copies: tuple[str, ...]  #: Operands that were copied or rewritten before the product, with the reason.
+    #: Operands that were copied or rewritten before the product, with the reason.
+    copies: tuple[str, ...]
     thread: str  #: Name of the calling thread.
     error: str | None  #: The error, if the product failed.
 
@@ -164,7 +166,8 @@ class Measurement:
         if stopwatch is not None:
             try:
                 self._elapsed_ms = stopwatch.elapsed_ms()
-            except Exception:  # given up after one failure; after an interrupt the time is read again
+            except Exception:
+                # given up after one failure; after an interrupt the time is read again
                 self._stopwatch = None
                 raise
             # Cleared after the time is stored: another thread or a signal handler may read it concurrently.

@@ -34,7 +34,9 @@ class _Group:
             self.peak_share = sum(map(mul, shares, self.times)) / self.elapsed_ms
 
 
-def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]) -> dict[Any, _Group]:
+def grouped(
+    records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]
+) -> dict[Any, _Group]:
     """Return the groups of equal keys, the longest time first."""
     members: dict[Any, list[ProductRecord]] = {}
     for record in records:
@@ -74,10 +76,16 @@ def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
     }
 
 
-def _sums(records: Sequence[ProductRecord], key: Callable[[ProductRecord], str]) -> dict[str, dict[str, Any]]:
+def _sums(
+    records: Sequence[ProductRecord], key: Callable[[ProductRecord], str]
+) -> dict[str, dict[str, Any]]:
     sums = {}
     for name, group in grouped(records, key).items():
-        sums[name] = {"products": len(group.records), "elapsed_ms": group.elapsed_ms, "flops": group.flops}
+        sums[name] = {
+            "products": len(group.records),
+            "elapsed_ms": group.elapsed_ms,
+            "flops": group.flops,
+        }
     return sums
 
 
@@ -130,7 +138,9 @@ _OPTIONAL = ("chosen by", "units", "of peak", "dtypes", "median ms", "TFLOP/s")
 def tables(label: str, records: Sequence[ProductRecord], by: str) -> list[Table]:
     """Return the table of a profile."""
     if by not in _KEYS:
-        raise SettingError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
+        raise SettingError(
+            f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
+        )
     title = f"lowprec.profile {label}".rstrip()
     if not records:
         return [Table(title, ())]
@@ -196,6 +206,8 @@ def sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]
 
 def figure(label: str, records: Sequence[ProductRecord]) -> Any:
     """Return a figure of the total time of each kind of product."""
-    groups = grouped(records, lambda r: f"{extents(r.m, r.n, r.k, r.batch_count)} {r.a_dtype} {r.mode}")
+    groups = grouped(
+        records, lambda r: f"{extents(r.m, r.n, r.k, r.batch_count)} {r.a_dtype} {r.mode}"
+    )
     total_ms = {"total": [group.elapsed_ms for group in groups.values()]}
     return plotting.bar_figure(f"lowprec.profile {label}", list(groups), total_ms, "ms")

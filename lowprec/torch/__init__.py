@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from lowprec.contractions import linear
 from lowprec.core.dispatch import matmul
-from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, OperandStatistics, PassedBy
+from lowprec.core.interception_report import (
+    InterceptedProduct,
+    InterceptionReport,
+    OperandStatistics,
+    PassedBy,
+)
 from lowprec.torch.inductor import inductor_options
 from lowprec.torch.interception import intercept
 from lowprec.torch.layers import Linear

@@ -33,7 +33,11 @@ class Terms(NamedTuple):
         a = self.a
         b = self.b
         c = self.c
-        if (a.ndim, b.ndim) != axes or a.shape[-1] != b.shape[-2:][0] or a.shape[:-2] != b.shape[:-2]:
+        if (
+            (a.ndim, b.ndim) != axes
+            or a.shape[-1] != b.shape[-2:][0]
+            or a.shape[:-2] != b.shape[:-2]
+        ):
             return False
         for x in (b, c, out):
             if x is not None and (x.dtype != a.dtype or x.device != a.device):
@@ -104,11 +108,34 @@ _OTHERS: dict[PassedBy, str] = {
         "cholesky geqrf ormqr triangular_solve"
     ),
 }
-_NAMESPACES = ("aten", "quantized", "_quantized", "onednn", "mkldnn", "mkl", "mkldnn_prepacked", "sparse")
+_NAMESPACES = (
+    "aten",
+    "quantized",
+    "_quantized",
+    "onednn",
+    "mkldnn",
+    "mkl",
+    "mkldnn_prepacked",
+    "sparse",
+)
 _DENSE = ("CPU", "CUDA")
 _COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-_STORAGES = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "MkldnnCPU")
-_NOT_PRODUCTS = ("prepack", "unpack", "reorder", "_cholesky_solve_helper", "linear_backward", "matmul_backward")
+_STORAGES = (
+    "SparseCPU",
+    "SparseCUDA",
+    "SparseCsrCPU",
+    "SparseCsrCUDA",
+    "QuantizedCPU",
+    "MkldnnCPU",
+)
+_NOT_PRODUCTS = (
+    "prepack",
+    "unpack",
+    "reorder",
+    "_cholesky_solve_helper",
+    "linear_backward",
+    "matmul_backward",
+)
 
 
 class Kernel(NamedTuple):

@@ -16,7 +16,18 @@ _MOST_NODES = 64
 _MOST_FRAMES = 24
 #: Backward formulas of products with vectors, whose results scale weights, and of functions of data.
 _OF_VECTORS = ("Mv", "Dot", "Vdot")
-_OF_DATA = ("Addmm", "Addbmm", "Bmm", "Baddbmm", "Addmv", "Embedding", "Index", "Gather", "Convolution", "ScaledDot")
+_OF_DATA = (
+    "Addmm",
+    "Addbmm",
+    "Bmm",
+    "Baddbmm",
+    "Addmv",
+    "Embedding",
+    "Index",
+    "Gather",
+    "Convolution",
+    "ScaledDot",
+)
 #: Packages whose frames are between a compiled graph and the program.
 _COMPILERS = ("torch._dynamo", "torch._functorch._aot", "torch._inductor", "torch.fx")
 

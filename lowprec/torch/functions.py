@@ -36,7 +36,9 @@ _ACTIVATIONS = {
 
 
 #: The arguments of products in graphs, and the types of factors; the compiler represents NumPy scalars as tensors.
-_IN_GRAPHS = frozenset({"c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol", "bound"})
+_IN_GRAPHS = frozenset(
+    {"c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol", "bound"}
+)
 _NUMBERS = (int, float, complex)
 #: The mode of checks; no check depends on it.
 _FP32 = ResolvedMode(MathMode.FP32, ModeSource.DEFAULT)
@@ -80,7 +82,9 @@ def _is_for_graphs(tensors: Any, factors: Any, given: Any) -> bool:
     )
 
 
-def _settings_of(tensors: Any, given: Any, backward_mode: Any) -> tuple[str, str, str, str, str] | None:
+def _settings_of(
+    tensors: Any, given: Any, backward_mode: Any
+) -> tuple[str, str, str, str, str] | None:
     rtol = given.get("rtol")
     bound = given.get("bound")
     math_mode = _name_of(given.get("math_mode"))
@@ -104,7 +108,8 @@ def _described(x: Any, needs_extents: bool) -> Any:
         return None
     if not needs_extents:
         return x.dtype, (1,) * x.ndim
-    return x.dtype, tuple([len(range(n)) for n in x.shape])  # of symbols too, which int() would not convert
+    # of symbols too, which int() would not convert
+    return x.dtype, tuple([len(range(n)) for n in x.shape])
 
 
 def _factor(name: str, default: float, given: Any) -> complex:
@@ -168,7 +173,9 @@ def _call(arrays: Any, factors: Any, others: Any, device: Any) -> Call:
     a, b, c, bias = views
     alpha, beta = factors
     activation, out_dtype = others
-    return bind(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype)
+    return bind(
+        a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype
+    )
 
 
 _settings._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
@@ -178,7 +185,9 @@ def _dtypes(plan: GemmPlan, call: Call) -> tuple[str, str]:
     """Return the element type of the operator's product, as its argument, and of the result."""
     options = call.options
     result = plan.out_dtype.label
-    has_epilogue = options.c is not None or options.bias is not None or options.activation is not None
+    has_epilogue = (
+        options.c is not None or options.bias is not None or options.activation is not None
+    )
     if not has_epilogue and type(options.alpha) is float:
         return "" if options.out_dtype is None else options.out_dtype.label, result
     is_narrow = plan.compute_dtype.bits <= 16 and plan.compute_dtype.format
@@ -203,14 +212,18 @@ def _fit(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> bool:
         return True
     if c.ndim > len(out):
         return False
-    return all(n in (1, extent) for n, extent in zip(reversed(c.shape), reversed(out), strict=False))
+    return all(
+        n in (1, extent) for n, extent in zip(reversed(c.shape), reversed(out), strict=False)
+    )
 
 
 def _extent(x: Tensor, axis: int) -> Any:
     return x.shape[axis] if x.ndim >= -axis else 1
 
 
-def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> Tensor:
+def product(
+    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None
+) -> Tensor:
     """Return the product of tensors that PyTorch records, transforms or traces, or that have no memory."""
     a = call.a
     b = call.b
@@ -240,11 +253,17 @@ def _check_tensors(a: Any, b: Any, c: Any, bias: Any) -> None:
                 f"pass torch.as_tensor({name})"
             )
     if a.is_meta != b.is_meta:
-        raise DeviceError(f"a is on {a.device} and b on {b.device}; move one of them to the other's device")
+        raise DeviceError(
+            f"a is on {a.device} and b on {b.device}; move one of them to the other's device"
+        )
 
 
 def _with_epilogue(
-    a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor, Any], Tensor], epilogue: Any, result_dtype: str
+    a: Tensor,
+    b: Tensor,
+    multiply: Callable[[Tensor, Tensor, Any], Tensor],
+    epilogue: Any,
+    result_dtype: str,
 ) -> Tensor:
     """Return the product of stacks of matrices by ``multiply``, with the epilogue by PyTorch, which records it."""
     c, bias, alpha, beta, activation = epilogue
@@ -267,7 +286,9 @@ def _with_epilogue(
     return out.to(getattr(torch, result_dtype))
 
 
-def _stacks(a: Tensor, b: Tensor, alpha: Any, multiply: Callable[[Tensor, Tensor, Any], Tensor]) -> Tensor:
+def _stacks(
+    a: Tensor, b: Tensor, alpha: Any, multiply: Callable[[Tensor, Tensor, Any], Tensor]
+) -> Tensor:
     """Multiply vectors as matrices of one row or column."""
     is_row = a.ndim == 1
     is_column = b.ndim == 1

@@ -59,7 +59,10 @@ def inductor_options(math_mode: RulesLike) -> dict[str, Any]:
     ['joint_custom_pre_pass', 'pre_grad_custom_pass']
     """
     rules = parse_rules(math_mode)
-    return {"pre_grad_custom_pass": _PlainAttention(rules), "joint_custom_pre_pass": _Products(rules)}
+    return {
+        "pre_grad_custom_pass": _PlainAttention(rules),
+        "joint_custom_pre_pass": _Products(rules),
+    }
 
 
 class _Pass(CustomGraphPass):
@@ -81,7 +84,10 @@ def _in_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _ATTENTION = {
     function: _in_plain_form(function)
-    for function in (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
+    for function in (
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.nn.functional.multi_head_attention_forward,
+    )
 }
 
 
@@ -125,7 +131,11 @@ class _Products(_Pass):
         if not layer and isinstance(value, torch.Tensor) and value.shape[-2:].numel() == 1:
             name = "dot"
         mode = first_match(self._rules, layer, name)
-        acts = mode is not None and isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(mode).mode]
+        acts = (
+            mode is not None
+            and isinstance(value, torch.Tensor)
+            and value.dtype in ACTED_ON[row(mode).mode]
+        )
         if acts and isinstance(terms.alpha, int | float) and isinstance(terms.beta, int | float):
             _insert(graph, node, terms, str(mode))
 
@@ -149,7 +159,9 @@ def _insert(graph: torch.fx.Graph, node: torch.fx.Node, terms: Terms, mode: str)
         if terms.beta != 0:
             found = call(meta, _aten.add.Tensor, found, terms.c, alpha=float(terms.beta))
         if dtype:
-            found = call(node.meta, torch.ops.prims.convert_element_type.default, found, value.dtype)
+            found = call(
+                node.meta, torch.ops.prims.convert_element_type.default, found, value.dtype
+            )
     node.replace_all_uses_with(found)
     graph.erase_node(node)
 

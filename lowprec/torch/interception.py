@@ -25,10 +25,25 @@ from lowprec.core.executors import look_up
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import LedgerRow, PassedBy, Statistics
 from lowprec.core.rules import Layer, RulesLike
-from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, UnsupportedError
+from lowprec.errors import (
+    ArrayError,
+    DeviceError,
+    DTypeError,
+    SettingError,
+    ShapeError,
+    UnsupportedError,
+)
 from lowprec.modes import Mode, Recipe, ResolvedMode, row
 from lowprec.policy.decorators import ContextScope
-from lowprec.torch.aten import ACTED_ON, CASTS, AtenProduct, Kernel, Terms, kernels, multiplications_of
+from lowprec.torch.aten import (
+    ACTED_ON,
+    CASTS,
+    AtenProduct,
+    Kernel,
+    Terms,
+    kernels,
+    multiplications_of,
+)
 from lowprec.torch.layer_names import NAMES
 from lowprec.torch.observing import observe
 from lowprec.torch.passes import mode_of_product, routine_of
@@ -94,7 +109,12 @@ class intercept(Interception):
     observes = True
 
     def __init__(
-        self, math_mode: RulesLike, statistics: bool = False, *, attention: bool = False, step: int = 0
+        self,
+        math_mode: RulesLike,
+        statistics: bool = False,
+        *,
+        attention: bool = False,
+        step: int = 0,
     ) -> None:
         super().__init__(math_mode, statistics)
         self.attention = attention
@@ -131,7 +151,11 @@ untraced(ContextScope.__exit__)
 def _current() -> Found | None:
     """Return the scope that applies to a product, and the context of a backward pass on another thread."""
     block = intercept._innermost()
-    if block is intercept._of_process and _graph_task() != -1 and torch._C._is_key_in_tls("context"):
+    if (
+        block is intercept._of_process
+        and _graph_task() != -1
+        and torch._C._is_key_in_tls("context")
+    ):
         context: Context = torch._C._get_obj_in_tls("context")
         found = intercept._innermost(context)
         if found is not None:
@@ -167,7 +191,9 @@ def _replacement(kernel: Kernel, own: Function) -> Function:
         found = _current()
         if found is None:
             for block in blocks:
-                block.scope.ledger.add(LedgerRow("", kernel.name, "", passed_by=PassedBy.OTHER_THREAD), 0, tuple)
+                block.scope.ledger.add(
+                    LedgerRow("", kernel.name, "", passed_by=PassedBy.OTHER_THREAD), 0, tuple
+                )
             return own(keyset, *args, **kwargs)
         if _function_modes() or not _PLAIN.issuperset(map(type, args)):
             # Attributes of tensors would call the functions of modes and subclasses.
@@ -199,7 +225,9 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
         mode, swaps = mode_of_product(scope, shown, part, routine, a.ndim > 1 < b.ndim)
         reason = _reason_against(shown, mode, routine, a.dtype)
         detail = ""
-        count = partial(_count, scope, part.layer, kernel.name, [a, b], a.numel() * b.shape[1:][-1:].numel())
+        count = partial(
+            _count, scope, part.layer, kernel.name, [a, b], a.numel() * b.shape[1:][-1:].numel()
+        )
         if reason is None:
             resolved = _resolved(mode, context)
             try:
@@ -229,7 +257,9 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
 _REASONS = {"dot": PassedBy.VECTORS, "lapack": PassedBy.LINEAR_ALGEBRA}
 
 
-def _reason_against(shown: Mode | None, mode: Mode | None, routine: str, dtype: torch.dtype) -> PassedBy | None:
+def _reason_against(
+    shown: Mode | None, mode: Mode | None, routine: str, dtype: torch.dtype
+) -> PassedBy | None:
     """Return the reason why a product is PyTorch's; ``shown`` is the mode of its layer, ``mode`` its own one."""
     if mode is None or shown is None:
         return _REASONS.get(routine, PassedBy.LAYER)
@@ -240,7 +270,9 @@ def _reason_against(shown: Mode | None, mode: Mode | None, routine: str, dtype: 
     return PassedBy.ELEMENT_TYPE
 
 
-def _in_reference(scope: Any, terms: Terms, resolved: ResolvedMode, context: Context | None) -> Tensor | None:
+def _in_reference(
+    scope: Any, terms: Terms, resolved: ResolvedMode, context: Context | None
+) -> Tensor | None:
     """Return the product in the reference of a comparison, before an operator in place overwrites its terms."""
     if scope.recorder is None or scope.recorder.reference is None:
         return None
@@ -287,7 +319,16 @@ def _watched(kernel: Kernel, own: Function) -> Function:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             multiplications = multiplications_of(kernel.operator, args, kwargs, result)
             layer = NAMES.of_any(tensors)
-            _count(found[0], layer, kernel.name, tensors, multiplications, "", kernel.passed_by, result=result)
+            _count(
+                found[0],
+                layer,
+                kernel.name,
+                tensors,
+                multiplications,
+                "",
+                kernel.passed_by,
+                result=result,
+            )
         return result
 
     return watch
@@ -311,7 +352,9 @@ def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps:
     given = _epilogue(terms, swaps)
     if swaps:
         result = a.new_empty((*a.shape[:-1], b.shape[-1]))
-        dispatch.matmul(b.detach().mT, a.detach().mT, out=result.mT, math_mode=resolved.mode, **given)
+        dispatch.matmul(
+            b.detach().mT, a.detach().mT, out=result.mT, math_mode=resolved.mode, **given
+        )
     elif a.is_cpu:
         result = _on_cpu(terms, given, resolved, out)
     else:
@@ -341,13 +384,17 @@ def _epilogue(terms: Terms, swaps: bool) -> dict[str, Any]:
     return {**given, "c": c, "beta": terms.beta * 1.0}
 
 
-def _on_cpu(terms: Terms, given: dict[str, Any], resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+def _on_cpu(
+    terms: Terms, given: dict[str, Any], resolved: ResolvedMode, out: Tensor | None
+) -> Tensor:
     library = library_of(terms.a)
     x = _view(library, terms.a)
     y = _view(library, terms.b)
     options = PLAIN
     if given:
-        views: Any = {name: _view(library, t) if isinstance(t, Tensor) else t for name, t in given.items()}
+        views: Any = {
+            name: _view(library, t) if isinstance(t, Tensor) else t for name, t in given.items()
+        }
         options = Options(**views)
     found = look_up(resolved, x, y, options)
     if out is not None and _is_written_directly(out, found.out_shape, terms):

@@ -63,7 +63,8 @@ class LayerNames:
     """Layers of the parameters of all modules, of their casts, and of the activations that were multiplied by them."""
 
     def __init__(self) -> None:
-        self._gradient: StorageWeakRef | None = None  # the last one that was multiplied by a parameter
+        # the last one that was multiplied by a parameter
+        self._gradient: StorageWeakRef | None = None
         self._layers = WeakIdKeyDictionary()  # by parameter; empty for those without a module
         self._modules: dict[int, _Module] = {}  # by id
         self._is_current = False
@@ -133,7 +134,9 @@ class LayerNames:
         layer: Layer = self._layers_by_shape(module, known.by_shape).get(frozenset(x.shape), ())
         return layer if len(layer) <= 1 else known.layer
 
-    def _layers_by_shape(self, module: torch.nn.Module, found: dict[Any, Layer]) -> dict[Any, Layer]:
+    def _layers_by_shape(
+        self, module: torch.nn.Module, found: dict[Any, Layer]
+    ) -> dict[Any, Layer]:
         if not found:
             found[None] = ()
             for p in module.parameters():
@@ -226,7 +229,9 @@ class LayerNames:
             for name, each in named.items():
                 owner = _PARAMETRIZED.sub("", name)
                 kind = parametrize.type_before_parametrizations(named[owner])
-                self._modules[id(each)] = _Module(ref(each), ((_shown(owner, kind), kind.__name__),), {})
+                self._modules[id(each)] = _Module(
+                    ref(each), ((_shown(owner, kind), kind.__name__),), {}
+                )
                 for p in _matrices(each):
                     _add(found, _local(p), _shown(owner, kind), kind)
         for p, layer in found.values():
@@ -241,7 +246,12 @@ def _matrices(module: torch.nn.Module) -> list[Any]:
     """Return the parameters of a module, and the buffers in its state that may be weights."""
     found: list[Any] = list(module._parameters.values())
     for name, x in module._buffers.items():
-        if x is not None and x.ndim > 1 and x.is_floating_point() and name not in module._non_persistent_buffers_set:
+        if (
+            x is not None
+            and x.ndim > 1
+            and x.is_floating_point()
+            and name not in module._non_persistent_buffers_set
+        ):
             found.append(x)
     return found
 

@@ -37,7 +37,8 @@ class LayerModes(Mapping[str, str], Report):
 
     modes: Mapping[str, str]  #: By name pattern, the last one ``"*"``.
     change: float  #: Relative change of the result with these modes.
-    sensitivity: Mapping[str, Mapping[str, float]] = field(repr=False)  #: By layer and mode, with that layer alone.
+    #: By layer and mode, with that layer alone.
+    sensitivity: Mapping[str, Mapping[str, float]] = field(repr=False)
     shares: Mapping[str, float] = field(repr=False)  #: Part of the multiplications, by layer.
 
     def __getitem__(self, pattern: str) -> str:
@@ -51,16 +52,26 @@ class LayerModes(Mapping[str, str], Report):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the modes to a TOML file, which :class:`intercept` and ``lowprec run --mode`` read."""
-        lines = [f"{json.dumps(pattern)} = {json.dumps(mode)}" for pattern, mode in self.modes.items()]
+        lines = [
+            f"{json.dumps(pattern)} = {json.dumps(mode)}" for pattern, mode in self.modes.items()
+        ]
         Path(path).write_text("\n".join(["[rules]", *lines, ""]), encoding="utf-8")
 
     def figure(self) -> Any:
         names, note = plotting.first(list(self.sensitivity))
         figure, ((panel,),) = plotting.figure(1.6 + 0.22 * len(names))
         modes = self.sensitivity[names[0]]
-        alone = {f"{mode} alone": [self.sensitivity[name][mode] for name in names] for mode in modes}
-        plotting.dots(panel, [f"{name or '(no layer)'}: {self.modes[glob.escape(name)]}" for name in names], alone)
-        panel.axvline(self.change, color=plotting.INK, linestyle="--", label="all layers in their modes")
+        alone = {
+            f"{mode} alone": [self.sensitivity[name][mode] for name in names] for mode in modes
+        }
+        plotting.dots(
+            panel,
+            [f"{name or '(no layer)'}: {self.modes[glob.escape(name)]}" for name in names],
+            alone,
+        )
+        panel.axvline(
+            self.change, color=plotting.INK, linestyle="--", label="all layers in their modes"
+        )
         panel.set(xlabel="relative change of the result", title=f"sensitivity of layers{note}")
         plotting.legend(figure, panel)
         return figure
@@ -68,14 +79,22 @@ class LayerModes(Mapping[str, str], Report):
     def tables(self) -> list[Table]:
         rows = []
         for name, changes in self.sensitivity.items():
-            shown = [f"{self.shares[name]:.1%}", self.modes[glob.escape(name)], *(f"{x:.1e}" for x in changes.values())]
+            shown = [
+                f"{self.shares[name]:.1%}",
+                self.modes[glob.escape(name)],
+                *(f"{x:.1e}" for x in changes.values()),
+            ]
             rows.append([name or "(no layer)", *shown])
         modes = next(iter(self.sensitivity.values()), {})
         title = f"modes by layer: the result changes by {self.change:.1e}"
-        return [Table(title, ["layer", ">share", "mode", *(f">{mode} alone" for mode in modes)], rows)]
+        return [
+            Table(title, ["layer", ">share", "mode", *(f">{mode} alone" for mode in modes)], rows)
+        ]
 
 
-def search_modes(run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeLike] = ("bf16", "tf32")) -> LayerModes:
+def search_modes(
+    run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeLike] = ("bf16", "tf32")
+) -> LayerModes:
     """Return the cheapest mode of each layer with which the result of ``run`` stays within ``rtol`` of FP32's.
 
     ``run`` is called once for each layer and mode, and a few times more. In a terminal a line shows the current step.
@@ -139,9 +158,13 @@ def search_modes(run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeLik
             for mode in candidates:
                 step(name, mode)
                 changes[name].append(change({glob.escape(name): mode, "*": _FULL}))
-        chosen, total = _choose(changes, layers, rtol, lambda chosen: change(_patterns(chosen, candidates)))
+        chosen, total = _choose(
+            changes, layers, rtol, lambda chosen: change(_patterns(chosen, candidates))
+        )
     ranked = sorted(layers, key=lambda name: changes[name], reverse=True)
-    sensitivity = {name: dict(zip(map(str, candidates), changes[name], strict=True)) for name in ranked}
+    sensitivity = {
+        name: dict(zip(map(str, candidates), changes[name], strict=True)) for name in ranked
+    }
     patterns = {pattern: str(mode) for pattern, mode in _patterns(chosen, candidates).items()}
     return LayerModes(patterns, total, sensitivity, layers)
 
@@ -157,7 +180,9 @@ def _numbers(x: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(x).detach().double().cpu().flatten()
     except (RuntimeError, TypeError, ValueError):
-        raise SettingError(f"search_modes: the function returned {quoted(x)}; return tensors or numbers") from None
+        raise SettingError(
+            f"search_modes: the function returned {quoted(x)}; return tensors or numbers"
+        ) from None
 
 
 def _shares(seen: intercept) -> dict[str, float]:

@@ -26,7 +26,12 @@ def observe(
     """Record a product; ``again`` is that of the same operands in the reference."""
     if isinstance(result, (tuple, list)):
         result = result[0]
-    if type(result) is not Tensor or result.layout is not torch.strided or result.is_quantized or result.is_meta:
+    if (
+        type(result) is not Tensor
+        or result.layout is not torch.strided
+        or result.is_quantized
+        or result.is_meta
+    ):
         return
     phase = _PASSES.get(product, product) if row.backward else "forward"
     with torch.no_grad():
@@ -41,7 +46,9 @@ def observe(
         of_a = of_b = NO_STATISTICS
         if again is not None and recorder.measures_next(row.layer, phase, row.operator):
             a, b = tensors
-            of_a, of_b = operand_statistics(a.detach(), b.detach(), parse_mode(row.mode), _MOST_NUMBERS)
+            of_a, of_b = operand_statistics(
+                a.detach(), b.detach(), parse_mode(row.mode), _MOST_NUMBERS
+            )
         fault = _fault(x)
         if fault:
             fault += _origin(recorder, tensors, row.mode, again)

@@ -50,11 +50,14 @@ class OperatorOptions(NamedTuple):
     backward_mode: Any  # of the two products of the backward pass
     alpha: float = 1.0
     out_dtype: str = ""
-    source: str = ""  # of the mode: a value of ``ModeSource``, or ``CURRENT``; by default the argument
+    # of the mode: a value of ``ModeSource``, or ``CURRENT``; by default the argument
+    source: str = ""
 
     def as_text(self) -> OperatorOptions:
         """Return the arguments of the operator."""
-        return OperatorOptions(str(self.mode), str(self.backward_mode), self.alpha, self.out_dtype, str(self.source))
+        return OperatorOptions(
+            str(self.mode), str(self.backward_mode), self.alpha, self.out_dtype, str(self.source)
+        )
 
 
 def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -101,7 +104,9 @@ def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     dtypes = {"a": parse_dtype(a.dtype), "b": parse_dtype(b.dtype)}
     for name, dtype in dtypes.items():
         if not dtype.results:
-            raise DTypeError(f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}")
+            raise DTypeError(
+                f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}"
+            )
     promote(*dtypes.values())
     shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
     k = a.shape[-1]
@@ -122,7 +127,9 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * math.prod(out_shape) * a[-1]
 
 
-def save_operands(ctx: Any, a: Tensor, b: Tensor, options: OperatorOptions, needed: tuple[bool, bool]) -> None:
+def save_operands(
+    ctx: Any, a: Tensor, b: Tensor, options: OperatorOptions, needed: tuple[bool, bool]
+) -> None:
     """Save the operands for the needed gradients of ``a`` and ``b``, and the shapes and dtypes of both."""
     ctx.options = options
     ctx.of_a = (a.shape, a.dtype)
@@ -167,7 +174,9 @@ def operand_gradients(
     return for_a, for_b
 
 
-def _over_batch(gradient: Tensor, other: Tensor, shape: torch.Size, inner: int) -> tuple[Tensor, Tensor]:
+def _over_batch(
+    gradient: Tensor, other: Tensor, shape: torch.Size, inner: int
+) -> tuple[Tensor, Tensor]:
     """Return both factors of an operand's gradient, ``inner`` with the axes along which the operand was broadcast.
 
     That is one product instead of a sum of several, as in JAX.
@@ -234,7 +243,9 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
 
 def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (a, b)):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (a, b)
+    ):
         raise UnsupportedError(
             "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it "
             "there; use torch.func.jvp of the function itself, without torch.compile"
@@ -255,7 +266,9 @@ def _batched(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple
     return OPERATOR(a, b, *rest), 0
 
 
-def with_batch_first(in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def with_batch_first(
+    in_dims: tuple[int | None, ...], a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the operands with the mapped axis first, and with equal numbers of batch axes after it."""
     of_a, of_b = in_dims
     ndim = max(a.ndim - (of_a is not None), b.ndim - (of_b is not None))

@@ -38,7 +38,9 @@ def routine_of(operator: str, part: Part, a: Tensor, b: Tensor) -> str:
     return operator
 
 
-def mode_of_product(scope: Any, mode: Mode | None, part: Part, routine: str, is_matrix: bool) -> tuple[Any, bool]:
+def mode_of_product(
+    scope: Any, mode: Mode | None, part: Part, routine: str, is_matrix: bool
+) -> tuple[Any, bool]:
     """Return the mode of a product in a layer of this mode, and whether its operands change places."""
     if mode is None or not row(mode).quantizes:
         return mode, False
@@ -54,7 +56,8 @@ def mode_of_product(scope: Any, mode: Mode | None, part: Part, routine: str, is_
     if not row(mode).quantizes:
         return mode, False
     first, second = rules_of(mode)
-    return mode, part.place == 0 and (first != second or first.is_stochastic)  # each operand has its random numbers
+    # each operand has its random numbers
+    return mode, part.place == 0 and (first != second or first.is_stochastic)
 
 
 def _is_compiled() -> bool:

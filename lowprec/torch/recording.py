@@ -35,7 +35,9 @@ _JVP = torch._C._functorch.TransformType.Jvp
 _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 
-def recorded_product(a: Tensor, b: Tensor, options: OperatorOptions, directly: Any = None) -> Tensor:
+def recorded_product(
+    a: Tensor, b: Tensor, options: OperatorOptions, directly: Any = None
+) -> Tensor:
     """Return a product that PyTorch records or transforms; ``directly`` computes it for plain tensors."""
     is_plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
     if is_plain and not _dispatch_modes() and not _transforms():

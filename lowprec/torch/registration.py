@@ -39,7 +39,9 @@ def register(rows: Iterable[Kernel], make: Callable[[Kernel, Function], Function
 
 def _registered(rows: Iterable[Kernel], make: Function) -> tuple[torch.library.Library, ...]:
     # PyTorch warns once per process. `catch_warnings` would replace the filters of other threads.
-    warnings.filterwarnings("ignore", r"\s*Warning only once for all operators, .*overrid", UserWarning)
+    warnings.filterwarnings(
+        "ignore", r"\s*Warning only once for all operators, .*overrid", UserWarning
+    )
     made: dict[str, torch.library.Library] = {}
     for kernel in rows:
         space, _, name = kernel.operator.partition("::")

@@ -95,7 +95,8 @@ def _peaks(size: Any, rule: Rule) -> tuple[Any, int]:
 
 def _clipped(size: Any, peaks: Any, wide: int, rule: Rule) -> float:
     elements = rule.number_format
-    if rule.block_scale not in ("floor", "even") or elements is None:  # others scale the largest number into the range
+    # others scale the largest number into the range
+    if rule.block_scale not in ("floor", "even") or elements is None:
         return 0.0
     fraction, exponent = np.frexp(peaks)
     if rule.block_scale == "even":

@@ -19,7 +19,9 @@ lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
     # Functions of C, which no signal handler interrupts. "before" hooks run in reverse order: logging, imported above,
     # must register first, because imports take its lock.
-    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
 
 
 def locked(function: Callable[..., T], *args: Any) -> T:

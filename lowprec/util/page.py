@@ -68,13 +68,23 @@ def page(
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
     ]
-    lines = ["<!doctype html>", '<html lang="en">', *head, *body, f"<script>{_SCRIPT}</script>", "</html>", ""]
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        *head,
+        *body,
+        f"<script>{_SCRIPT}</script>",
+        "</html>",
+        "",
+    ]
     return "\n".join(lines)
 
 
 def _bars(bars: Mapping[str, Sequence[float]], series: Sequence[str]) -> str:
     longest = max(max(lengths) for lengths in bars.values()) or 1.0
-    keys = "".join(f'<i style="background:{c}"></i>{escape(s)}' for c, s in zip(_COLOURS, series, strict=False))
+    keys = "".join(
+        f'<i style="background:{c}"></i>{escape(s)}' for c, s in zip(_COLOURS, series, strict=False)
+    )
     rows = []
     for name, lengths in bars.items():
         each = "".join(

@@ -19,7 +19,8 @@ class Table:
     title: str
     columns: Sequence[str]  # headings; one that starts with ">" is aligned to the right
     rows: Sequence[Sequence[str]] = ()
-    optional: Sequence[str] = ()  # headings of the columns that are dropped, in this order, from too wide a table
+    # headings of the columns that are dropped, in this order, from too wide a table
+    optional: Sequence[str] = ()
 
     @property
     def headings(self) -> list[str]:
@@ -36,7 +37,9 @@ class Table:
 
 def fill(text: str, width: int, hang: int = 0) -> str:
     """Break a text into lines between words; lines after the first are indented by ``hang``."""
-    return textwrap.fill(text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def plain_text(table: Table, width: int = sys.maxsize) -> str:
@@ -96,7 +99,9 @@ def html(table: Table) -> str:
 
     def row(cells: Sequence[str], tag: str) -> str:
         pairs = zip(cells, sides, strict=True)
-        parts = [f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in pairs]
+        parts = [
+            f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in pairs
+        ]
         return "".join(parts)
 
     head = ""

@@ -24,7 +24,8 @@ def uncompiled(function: F) -> F:
 
     @wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if is_traced(np):  # frames that contain neither tensors nor NumPy are not traced, but those they call are
+        # frames that contain neither tensors nor NumPy are not traced, but those they call are
+        if is_traced(np):
             from lowprec.util.untraced import call_untraced
 
             return call_untraced(function, *arguments, **keywords)

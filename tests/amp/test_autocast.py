@@ -79,7 +79,9 @@ def test_float64_integers_and_complex_numbers_stay():
     assert xp.matmul(x, x).dtype == np.complex64
 
 
-@pytest.mark.parametrize(("compute", "mode"), [("float16", "fp16"), ("bfloat16", "bf16"), ("tf32", "tf32")])
+@pytest.mark.parametrize(
+    ("compute", "mode"), [("float16", "fp16"), ("bfloat16", "bf16"), ("tf32", "tf32")]
+)
 def test_a_library_without_the_type_rounds_by_the_mode(compute, mode):
     strict = namespace("array_api_strict")
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
@@ -119,7 +121,10 @@ def test_functions_that_torch_has_under_other_names(torch):
     assert xp.max(x, axis=-1, keepdims=True).tolist() == [[2.0], [5.0]]
     assert xp.min(x, axis=0).tolist() == [0.0, 1.0, 2.0]
     assert xp.matrix_transpose(x).shape == xp.permute_dims(x, (1, 0)).shape == (3, 2)
-    assert (xp.astype(x, torch.float16).dtype, xp.expand_dims(x, axis=1).shape) == (torch.float16, (2, 1, 3))
+    assert (xp.astype(x, torch.float16).dtype, xp.expand_dims(x, axis=1).shape) == (
+        torch.float16,
+        (2, 1, 3),
+    )
     for found in (xp.tensordot(x, x.mT, dims=1), xp.tensordot(x, x.mT, 1)):
         assert found.tolist() == (x @ x.mT).tolist(), "integers below 2048 are exact"
 
@@ -159,7 +164,10 @@ def test_under_jit_and_grad(compute):
 
 def test_the_guard_wins(base):
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
-    x, y = (base.asarray(a.tolist(), dtype=base.float32), base.asarray(b.tolist(), dtype=base.float32))
+    x, y = (
+        base.asarray(a.tolist(), dtype=base.float32),
+        base.asarray(b.tolist(), dtype=base.float32),
+    )
     exact = lowprec.matmul(a, b, math_mode="fp32")
     for compute in ("float16", "tf32"):
         xp = autocast(base, Policy.preset("O1", half=compute))

@@ -12,7 +12,9 @@ from lowprec.arrays.namespaces import dtype_name
 
 
 def descent(masters, grads):
-    return {"layers": [w - 1e-4 * g for w, g in zip(masters["layers"], grads["layers"], strict=True)]}
+    return {
+        "layers": [w - 1e-4 * g for w, g in zip(masters["layers"], grads["layers"], strict=True)]
+    }
 
 
 def test_small_updates_add_up(xp):
@@ -162,7 +164,11 @@ def test_a_schedule_goes_on_from_a_checkpoint():
     with pytest.raises(SettingError, match="stage must be an integer of at least 0, got 'a'"):
         whole.load_state_dict({**whole.state_dict(), "stage": "a"})
     before = whole.state_dict()
-    for lowest, words in (("a", "lowest must be a number"), ([1], "lowest must be"), (math.nan, "is NaN")):
+    for lowest, words in (
+        ("a", "lowest must be a number"),
+        ([1], "lowest must be"),
+        (math.nan, "is NaN"),
+    ):
         with pytest.raises(SettingError, match=words):
             whole.load_state_dict({**before, "lowest": lowest})
     assert whole.state_dict() == before
@@ -172,7 +178,9 @@ def test_a_schedule_goes_on_from_a_checkpoint():
 def test_a_loss_is_a_number(loss):
     schedule = PrecisionSchedule(["bf16", "fp32"], patience=3)
     before = schedule.state_dict()
-    with pytest.raises(SettingError, match=r"must be a number or an array without axes, got|call update\(loss\)"):
+    with pytest.raises(
+        SettingError, match=r"must be a number or an array without axes, got|call update\(loss\)"
+    ):
         schedule.update(loss)
     assert schedule.state_dict() == before
 
@@ -182,12 +190,18 @@ def test_a_loss_is_a_number(loss):
     [
         ({"modes": ["bf16", "fp32"]}, "needs either at= or patience="),
         ({"modes": ["bf16", "fp32"], "at": [1], "patience": 1}, "pass one of them"),
-        ({"modes": ["bf16", "fp32"], "at": [1, 2]}, r"at must hold 1 increasing numbers of steps for 2"),
+        (
+            {"modes": ["bf16", "fp32"], "at": [1, 2]},
+            r"at must hold 1 increasing numbers of steps for 2",
+        ),
         ({"modes": ["bf16", "tf32", "fp32"], "at": [2, 2]}, "at must hold 2 increasing numbers"),
         ({"modes": ["bf16"], "patience": 0}, "patience must be an integer of at least 1, got 0"),
         ({"modes": ["bf16"], "patience": 1, "threshold": 1.0}, "threshold must be a share"),
         ({"modes": ["bf16"], "patience": 1, "threshold": "a"}, "threshold must be a share"),
-        ({"modes": ["bf16", "fp32"], "at": [1.5]}, "a step of at must be an integer of at least 0, got 1.5"),
+        (
+            {"modes": ["bf16", "fp32"], "at": [1.5]},
+            "a step of at must be an integer of at least 0, got 1.5",
+        ),
         ({"modes": [], "at": []}, "the modes of a schedule must be a list, got"),
         ({"modes": "bf16", "at": []}, "the modes of a schedule must be a list, got 'bf16'"),
         ({"modes": ["fp23"], "at": []}, "'fp23' is not a math mode"),

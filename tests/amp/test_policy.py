@@ -61,12 +61,27 @@ LEVEL = "policy must be a Policy or one of O0, O1, O2, O3, got "
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Policy.preset("O1", half="float8"), "compute must be one of float32, tf32, .*, got 'float8'"),
-        (lambda: Policy.preset("O2", half="tf32"), "params must be one of float32, bfloat16, float16, got 'tf32'"),
-        (lambda: Policy(loss_scale=-2.0), 'loss_scale, if it is not "dynamic", must be a positive number'),
+        (
+            lambda: Policy.preset("O1", half="float8"),
+            "compute must be one of float32, tf32, .*, got 'float8'",
+        ),
+        (
+            lambda: Policy.preset("O2", half="tf32"),
+            "params must be one of float32, bfloat16, float16, got 'tf32'",
+        ),
+        (
+            lambda: Policy(loss_scale=-2.0),
+            'loss_scale, if it is not "dynamic", must be a positive number',
+        ),
         (lambda: Policy(functions=1), "functions must be True or False, got 1"),
-        (lambda: Policy().moved("maybe", "exp"), "the list must be one of allow, deny, infer, none"),
-        (lambda: Policy().register("half"), "the list must be one of allow, deny, infer, got 'half'"),
+        (
+            lambda: Policy().moved("maybe", "exp"),
+            "the list must be one of allow, deny, infer, none",
+        ),
+        (
+            lambda: Policy().register("half"),
+            "the list must be one of allow, deny, infer, got 'half'",
+        ),
         (lambda: Policy().register(3, "deny"), "takes a function and a list, got 3"),
         (lambda: Policy().moved("deny", "a,b"), "'a,b' is not the name of a function"),
         (lambda: Policy(moves="tanh"), "moves must be pairs of a function's name and a list"),
@@ -112,13 +127,18 @@ def test_weights_are_cast_and_norms_stay():
             True,
         ),
         ("batch_normalization group_normalisation_1 GROUPNORM norm2 encoder.norm1", True),
-        ("subnet enormous normal_head abnormal bnode turbnet normed_head dense conv_normal_1", False),
+        (
+            "subnet enormous normal_head abnormal bnode turbnet normed_head dense conv_normal_1",
+            False,
+        ),
     ],
 )
 def test_words_of_names_decide_which_weights_are_norms(names, kept):
     params = {f"{name}.weight": np.ones(1, np.float32) for name in names.split()}
     cast = Policy.preset("O2").cast_params(params)
-    assert {name for name, x in cast.items() if x.dtype == np.float32} == (params.keys() if kept else set())
+    assert {name for name, x in cast.items() if x.dtype == np.float32} == (
+        params.keys() if kept else set()
+    )
 
 
 def network(torch):

@@ -85,10 +85,16 @@ def test_the_same_as_pytorch_at_every_step(torch, count):
 def test_the_arguments_and_defaults_are_pytorchs(torch):
     scaler = torch.amp.GradScaler("cpu")
     assert LossScaler().state_dict() == scaler.state_dict()
-    assert LossScaler(enabled=False).state_dict() == {} == torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    assert (
+        LossScaler(enabled=False).state_dict()
+        == {}
+        == torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    )
 
 
-@pytest.mark.parametrize(("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)])
+@pytest.mark.parametrize(
+    ("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)]
+)
 def test_overflow_without_end_stops_at_a_floor(torch, arguments, floor):
     """PyTorch's scale falls to 0 and stays there; its state is taken, and the scale grows again."""
     ours, theirs = LossScaler(**arguments), torch.amp.GradScaler("cpu")
@@ -122,12 +128,17 @@ def test_the_twin_is_the_scaler(xp):
         values = np.array([3.0, 1.0 if finite else -np.inf], np.float32)
         grads = {"w": xp.asarray(values)}
         found, found_inf = functional.unscale(grads, state)
-        np.testing.assert_array_equal(xp.to_numpy(found["w"]), xp.to_numpy(scaler.unscale(grads)["w"]))
+        np.testing.assert_array_equal(
+            xp.to_numpy(found["w"]), xp.to_numpy(scaler.unscale(grads)["w"])
+        )
         assert bool(found_inf) is scaler.found_inf is not bool(finite)
         state = functional.update(state, found_inf, rule)
         scaler.update()
         expected = scaler.state_dict()
-        assert (float(state.scale), int(state.growth_tracker)) == (expected["scale"], expected["_growth_tracker"])
+        assert (float(state.scale), int(state.growth_tracker)) == (
+            expected["scale"],
+            expected["_growth_tracker"],
+        )
 
 
 def test_limits_are_numbers_of_float32():
@@ -237,7 +248,9 @@ def test_every_element_is_divided_and_looked_at(dtype, n):
 def test_numpy_computes_the_same_without_the_library(dtype, monkeypatch):
     rng = np.random.default_rng(1)
     # Of all magnitudes: subnormal results, overflows and ties are among them.
-    x = (rng.standard_normal(70_003) * 2.0 ** rng.integers(-140, 125, 70_003)).astype(getattr(ml_dtypes, dtype, dtype))
+    x = (rng.standard_normal(70_003) * 2.0 ** rng.integers(-140, 125, 70_003)).astype(
+        getattr(ml_dtypes, dtype, dtype)
+    )
     scalers = [LossScaler(scale, dynamic=False) for scale in (3.0, 2.0**-7 / 3, 2.0**100)]
     first = [scaler.unscale(x) for scaler in scalers]
     monkeypatch.setattr(library, "library", lambda: None)
@@ -249,7 +262,9 @@ def test_numpy_computes_the_same_without_the_library(dtype, monkeypatch):
 
 def test_a_caller_that_flushes_subnormal_numbers(torch):
     if library.library() is None or not torch.set_flush_denormal(True):
-        pytest.skip("the kernels are not compiled, or this processor does not flush subnormal numbers")
+        pytest.skip(
+            "the kernels are not compiled, or this processor does not flush subnormal numbers"
+        )
     try:
         found = LossScaler(4.0).unscale(np.full(9, 2.0**-126, np.float32))
     finally:
@@ -297,7 +312,9 @@ def test_losses_have_pytorchs_types(torch, xp, dtype):
             functional.scale(xp.asarray(loss), functional.ScalerState(np.float32(2.0**16), 0)),
         ):
             assert dtype_name(found) == dtype_name(expected)
-            np.testing.assert_array_equal(xp.to_numpy(found).astype(float), expected.double().numpy())
+            np.testing.assert_array_equal(
+                xp.to_numpy(found).astype(float), expected.double().numpy()
+            )
     assert scaler.scale(0.5) == 2.0**15
     found = scaler.scale(np.float16(1.5))
     assert (found, found.dtype) == (1.5 * 2.0**16, np.float32)
@@ -347,7 +364,9 @@ def test_sparse_gradients_are_divided_as_by_pytorch(torch, dtype, where):
         for name in ("w", "tied"):
             assert (found[name] is grad) is (where == "in place")
             assert found[name].is_coalesced() is False
-            torch.testing.assert_close(found[name].coalesce(), expected.coalesce(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                found[name].coalesce(), expected.coalesce(), rtol=0, atol=0, equal_nan=True
+            )
         assert (grad._values()[0] == 3) is not (where == "in place")
         assert found["x"]._nnz() == found["y"]._nnz() == 0
         assert ours.found_inf is (bad != 1)
@@ -366,7 +385,9 @@ def test_other_sparse_gradients_are_refused(torch):
     with pytest.raises(GradientTypeError, match="float16 gradients cannot be unscaled"):
         LossScaler().unscale([coo.half()])
     for grads, out in ((coo, eye), (eye, coo)):
-        with pytest.raises(ArrayError, match="out is a sparse tensor if and only if the gradient is"):
+        with pytest.raises(
+            ArrayError, match="out is a sparse tensor if and only if the gradient is"
+        ):
             LossScaler().unscale(grads, out=out)
 
 
@@ -377,7 +398,12 @@ SCALAR = [np.float32(1)]  # of NumPy's, which cannot be written
 @pytest.mark.parametrize(
     ("grads", "out", "error", "message"),
     [
-        ([GOOD, GOOD.astype(np.float16)], [GOOD, GOOD], GradientTypeError, "float16 gradients cannot be unscaled"),
+        (
+            [GOOD, GOOD.astype(np.float16)],
+            [GOOD, GOOD],
+            GradientTypeError,
+            "float16 gradients cannot be unscaled",
+        ),
         (np.ones(2, np.int64), None, DTypeError, "float32, float64, bfloat16, got int64"),
         (GOOD, np.ones(3, np.float32), ShapeError, r"out of shape \(3,\)"),
         ({"a": GOOD}, {"b": GOOD}, ShapeError, "different structures"),
@@ -437,8 +463,14 @@ def test_jax_has_no_out():
         ({"reduce": 3}, "reduce must be a function of one bool, got 3"),
         ({"init_scale": 0.0}, "init_scale must be a positive number that float32 holds, got 0.0"),
         ({"init_scale": 1e39}, "init_scale must be a positive number"),
-        ({"init_scale": "big"}, "init_scale must be a positive number that float32 holds, got 'big'"),
-        ({"min_scale": 2.0**-128}, "min_scale must be at least 2\\^-127, so that float32 holds its inverse"),
+        (
+            {"init_scale": "big"},
+            "init_scale must be a positive number that float32 holds, got 'big'",
+        ),
+        (
+            {"min_scale": 2.0**-128},
+            "min_scale must be at least 2\\^-127, so that float32 holds its inverse",
+        ),
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale=4.0 is above max_scale=2.0"),
     ],
 )
@@ -561,7 +593,9 @@ def test_the_decision_is_asked_for_once(library, monkeypatch):
     kind, asked = type(grads[0]), []
     for name in ("__bool__", "__float__", "__int__", "__array__", "item", "tolist"):
         if original := getattr(kind, name, None):
-            counted = functools.partialmethod(lambda x, f, *args: asked.append(1) or f(x, *args), original)
+            counted = functools.partialmethod(
+                lambda x, f, *args: asked.append(1) or f(x, *args), original
+            )
             monkeypatch.setattr(kind, name, counted)
     scaler = LossScaler()
     for count in (1, 2, 3):

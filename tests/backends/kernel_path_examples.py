@@ -97,7 +97,9 @@ def _numbers(draw, shape, name):
     x = np.asarray(real() + 1j * real() if dtype.kind == "c" else real(), dtype)
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 3))) if x.size else 0):
         top = {"float16": 65504.0, "bfloat16": 3.3e38}.get(name, 3.4028234e38)
-        special = draw(st.sampled_from((np.nan, np.inf, -np.inf, top, -top, 1e-45, -0.0, 2.0**-126, 65536.0)))
+        special = draw(
+            st.sampled_from((np.nan, np.inf, -np.inf, top, -top, 1e-45, -0.0, 2.0**-126, 65536.0))
+        )
         with np.errstate(all="ignore"):
             x[tuple(int(rng.integers(n)) for n in shape)] = special
     return x
@@ -121,8 +123,17 @@ class Example:
         printer.text(repr(self))  # without this, hypothesis prints all numbers
 
     def __repr__(self):
-        arrays = {"a": self.a, "b": self.b, "out": self.out, **dict(zip(("x", "y"), self.around, strict=False))}
-        described = [f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}" for k, x in arrays.items() if x]
+        arrays = {
+            "a": self.a,
+            "b": self.b,
+            "out": self.out,
+            **dict(zip(("x", "y"), self.around, strict=False)),
+        }
+        described = [
+            f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}"
+            for k, x in arrays.items()
+            if x
+        ]
         then = self.then
         return (
             f"{self.path.kernel} {self.mode}, {', '.join(described)}, alpha={then.alpha}, beta={then.beta}, "
@@ -135,7 +146,16 @@ def _stacks(draw, shape):
     """Draw the shapes of a and b: vectors where they may be, and batches of different matrices, or of one b."""
     m, n, k = shape
     a, b = (m, k), (k, n)
-    batches = [((), ()), ((), ()), ((2,), (2,)), ((3,), (1,)), ((1, 2), (2, 1)), ((2,), ()), ((), (2,)), ((5,), (5,))]
+    batches = [
+        ((), ()),
+        ((), ()),
+        ((2,), (2,)),
+        ((3,), (1,)),
+        ((1, 2), (2, 1)),
+        ((2,), ()),
+        ((), (2,)),
+        ((5,), (5,)),
+    ]
     left, right = draw(st.sampled_from(batches))
     count = math.prod(np.broadcast_shapes(left, right))
     if count * shape.flops > 2 * MOST_FLOPS:
@@ -169,7 +189,8 @@ def examples(draw, path):
     if draw(st.booleans()):
         dtypes = dtypes[::-1]
     mode = draw(st.sampled_from(path.modes))
-    shape = SHAPES[draw(st.integers(0, len(SHAPES) - 1))]  # a choice from so many would take long to make
+    # a choice from so many would take long to make
+    shape = SHAPES[draw(st.integers(0, len(SHAPES) - 1))]
     shapes = _stacks(draw, shape)
     operands = []
     for name, extents in zip(dtypes, shapes, strict=True):

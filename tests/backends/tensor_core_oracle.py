@@ -17,7 +17,9 @@ def dot(a, b, c, arithmetic, emins=None):
     """
     for first in range(0, len(a), arithmetic.group):
         group = slice(first, first + arithmetic.group)
-        c = _add_group(a[group], b[group], c, arithmetic, emins or (arithmetic.emin, arithmetic.emin))
+        c = _add_group(
+            a[group], b[group], c, arithmetic, emins or (arithmetic.emin, arithmetic.emin)
+        )
     return c
 
 
@@ -27,7 +29,8 @@ def _add_group(a, b, c, arithmetic, emins):
     if special:
         return sum(special)
     terms = [
-        (Fraction(x) * Fraction(y), _exponent(x, emins[0]) + _exponent(y, emins[1])) for x, y in zip(a, b, strict=True)
+        (Fraction(x) * Fraction(y), _exponent(x, emins[0]) + _exponent(y, emins[1]))
+        for x, y in zip(a, b, strict=True)
     ]
     if not arithmetic.adds_after:
         terms.append((Fraction(c), _exponent(c, FLOAT32.emin)))

@@ -21,7 +21,13 @@ from support import cpu_units, machines, oracles
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
 
 #: Modes that NumPy computes, that choose another mode, or that have one scale for all rows of an operand.
-_OTHER = (MathMode.FP64, MathMode.FP32_EMULATED, MathMode.FP64_EMULATED, MathMode.FP8, MathMode.NVFP4)
+_OTHER = (
+    MathMode.FP64,
+    MathMode.FP32_EMULATED,
+    MathMode.FP64_EMULATED,
+    MathMode.FP8,
+    MathMode.NVFP4,
+)
 MODES = [str(x) for x in available_modes() if x not in _OTHER]
 TYPES = {name: np.dtype(getattr(ml_dtypes, name, name))
          for name in ("bfloat16", "float16", "float8_e4m3fn", "int8", "complex64")}  # fmt: skip
@@ -63,7 +69,10 @@ def bits(x):
 
 def assert_same(found, want, *what):
     differ = bits(found) != bits(want)
-    assert not differ.any(), (f"{np.count_nonzero(differ)} of {differ.size} elements have other bits", *what)
+    assert not differ.any(), (
+        f"{np.count_nonzero(differ)} of {differ.size} elements have other bits",
+        *what,
+    )
 
 
 # -- layouts --------------------------------------------------------------------------------------
@@ -82,7 +91,11 @@ def by_columns(a, b, **given):
 
 
 def with_gaps(a, b, **given):
-    return lowprec.matmul(in_steps(a), b if isinstance(b, lowprec.QuantizedArray) else in_steps(b[::-1])[::-1], **given)
+    return lowprec.matmul(
+        in_steps(a),
+        b if isinstance(b, lowprec.QuantizedArray) else in_steps(b[::-1])[::-1],
+        **given,
+    )
 
 
 def into_columns(a, b, **given):
@@ -95,7 +108,9 @@ def sequence_first(a, b, **given):
     """Multiply rows whose matrix has no single stride between rows."""
     count = next(x for x in (3, 2, 1) if len(a) % x == 0)
     stacked = a.reshape(count, len(a) // count, a.shape[1])
-    return lowprec.matmul(stacked.swapaxes(0, 1).copy().swapaxes(0, 1), b, **given).reshape(len(a), -1)
+    return lowprec.matmul(stacked.swapaxes(0, 1).copy().swapaxes(0, 1), b, **given).reshape(
+        len(a), -1
+    )
 
 
 def in_a_batch(a, b, **given):
@@ -122,7 +137,9 @@ def kind_id(kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "every"])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "every"]
+)
 @pytest.mark.parametrize("kind", KINDS, ids=kind_id)
 def test_rows_alone_and_in_batches(kind, every, rng, monkeypatch):
     of_a, of_b, mode = kind
@@ -141,7 +158,9 @@ def test_rows_alone_and_in_batches(kind, every, rng, monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", [x for x in KINDS if x[1] not in FORMATS and x[2] != "fp8_blocks"], ids=kind_id)
+@pytest.mark.parametrize(
+    "kind", [x for x in KINDS if x[1] not in FORMATS and x[2] != "fp8_blocks"], ids=kind_id
+)
 def test_columns_alone_and_in_batches(kind, rng):
     of_a, of_b, mode = kind
     a, b = numbers(rng, (200, 700), of_a), numbers(rng, (700, 400), of_b)
@@ -161,19 +180,44 @@ def test_columns_alone_and_in_batches(kind, rng):
 def test_elements_that_are_not_finite_change_no_other_row(mode, name, rng):
     """They may need another computation, which the rest of the product must not take part in."""
     a, b = numbers(rng, (300, 500), name), numbers(rng, (500, 200), name)
-    a[280, 3], a[281, 4], a[282, 5] = np.inf, np.nan, 3.4028235e38  # the last is infinite in bfloat16
+    # the last is infinite in bfloat16
+    a[280, 3], a[281, 4], a[282, 5] = np.inf, np.nan, 3.4028235e38
     b[7, 190] = -np.inf
     want = lowprec.matmul(a, b, math_mode=mode)
     assert np.isfinite(want[:280, :190]).all()
-    for rows in (slice(0, 1), slice(100, 103), slice(0, 280), slice(279, 283), slice(281, 282), slice(0, 300)):
+    for rows in (
+        slice(0, 1),
+        slice(100, 103),
+        slice(0, 280),
+        slice(279, 283),
+        slice(281, 282),
+        slice(0, 300),
+    ):
         assert_same(lowprec.matmul(a[rows], b, math_mode=mode), want[rows], rows)
-        assert_same(lowprec.matmul(a[rows], b[:, :190], math_mode=mode), want[rows, :190], rows, "without the column")
-        assert_same(lowprec.matmul(a[rows], lowprec.prepare(b, math_mode=mode), math_mode=mode), want[rows], rows)
+        assert_same(
+            lowprec.matmul(a[rows], b[:, :190], math_mode=mode),
+            want[rows, :190],
+            rows,
+            "without the column",
+        )
+        assert_same(
+            lowprec.matmul(a[rows], lowprec.prepare(b, math_mode=mode), math_mode=mode),
+            want[rows],
+            rows,
+        )
 
 
 #: Units and, without a name, NumPy.
 units_and_numpy = pytest.mark.parametrize(
-    "unit", ["", *(pytest.param(x, marks=cpu_units.needs(x)) for x in cpu_units.UNITS if not x.startswith("int8"))]
+    "unit",
+    [
+        "",
+        *(
+            pytest.param(x, marks=cpu_units.needs(x))
+            for x in cpu_units.UNITS
+            if not x.startswith("int8")
+        ),
+    ],
 )
 
 
@@ -184,7 +228,9 @@ units_and_numpy = pytest.mark.parametrize(
 def test_sums_beyond_float32_keep_their_bits_next_to_nan_and_inf(unit, mode, name, rng):
     """Rows whose sums exceed float32 on the way, when they are unscaled, or not at all, since their terms cancel."""
     for m, n, k in ((12, 40, 96), (20, 70, 400)):
-        a = rng.choice(np.float32([-1e38, 1e38, 2e38, 1.0]), (m, k)).astype(TYPES.get(name, np.float32))
+        a = rng.choice(np.float32([-1e38, 1e38, 2e38, 1.0]), (m, k)).astype(
+            TYPES.get(name, np.float32)
+        )
         a[::4] = np.tile(np.repeat(np.float32([-1e38, 1e38]), (4, 8)), k)[:k]
         b = rng.choice(np.float32([-1.0, 1.0, 1.0, 0.01]), (k, n)).astype(a.dtype)
         b[:, ::2] = 1
@@ -201,7 +247,14 @@ def test_sums_beyond_float32_keep_their_bits_next_to_nan_and_inf(unit, mode, nam
                 for value in (np.nan, np.inf):
                     x = a.copy()
                     x[5, 3 * (value == np.inf) :] = value
-                    assert_same(multiply(x, y, **how)[others], want[others], m, value, multiply.__name__, y is b)
+                    assert_same(
+                        multiply(x, y, **how)[others],
+                        want[others],
+                        m,
+                        value,
+                        multiply.__name__,
+                        y is b,
+                    )
 
 
 @needs_kernels
@@ -212,7 +265,9 @@ def test_epilogues(mode, out_dtype, rng):
     given = {"math_mode": mode, "out_dtype": out_dtype, "alpha": 0.7, "beta": -1.3, "bias": c[0]}
     want = lowprec.matmul(a, b, c=c, activation="gelu", **given)
     for rows in (slice(0, 1), slice(7, 9), slice(0, 33), slice(140, 150)):
-        assert_same(lowprec.matmul(a[rows], b, c=c[rows], activation="gelu", **given), want[rows], rows)
+        assert_same(
+            lowprec.matmul(a[rows], b, c=c[rows], activation="gelu", **given), want[rows], rows
+        )
 
 
 # -- every k --------------------------------------------------------------------------------------
@@ -239,14 +294,18 @@ def test_every_k(unit, rng, monkeypatch):
             layout = LAYOUTS[k // len(kinds) % len(LAYOUTS)]
             monkeypatch.setattr(threads, "num_threads", lambda k=k: 1 + k % 2)
             for rows in (slice(2, 3), slice(35 - few, 35), slice(0, 35)):
-                assert_same(layout(a[rows], b, math_mode=mode), want[rows], k, rows, mode, layout.__name__)
+                assert_same(
+                    layout(a[rows], b, math_mode=mode), want[rows], k, rows, mode, layout.__name__
+                )
             if k % 16 == 0 or k < 40:
                 assert lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
                 prepared = lowprec.prepare(b, math_mode=mode)
                 assert_same(lowprec.matmul(a, prepared, math_mode=mode), want, k, "prepared")
                 i, j = (rng.integers(-9, 10, shape).astype(a.dtype) for shape in ((35, k), (k, 33)))
                 exact = i.astype(np.float64) @ j.astype(np.float64)
-                found = lowprec.matmul(i, j, math_mode=mode, out_dtype=None if name == "int8" else "float32")
+                found = lowprec.matmul(
+                    i, j, math_mode=mode, out_dtype=None if name == "int8" else "float32"
+                )
                 np.testing.assert_array_equal(found, exact)
 
 
@@ -287,7 +346,9 @@ def added(total, x, y):
     bits = found.view(np.int64)
     inexact = (lost != 0) & (bits & 1 == 0)
     return (
-        np.where(inexact, bits + np.where((lost > 0) == (found > 0), 1, -1), bits).view(np.float64).astype(np.float32)
+        np.where(inexact, bits + np.where((lost > 0) == (found > 0), 1, -1), bits)
+        .view(np.float64)
+        .astype(np.float32)
     )
 
 
@@ -321,7 +382,9 @@ def test_the_order_on_fp32_units(unit, mode, rng):
             want = sums(a, b, mode)
             np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}")
             a, want = (np.concatenate([x] * 40) for x in (a, want))
-            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}, more rows")
+            np.testing.assert_array_equal(
+                lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}, more rows"
+            )
 
 
 #: Two numbers of a column of zeros, and of the two columns of a that multiply them: few rows round to float16 without
@@ -343,7 +406,9 @@ def test_few_rows_in_fp16_are_scaled_where_many_are(unit, kind):
     with machines.only(unit):
         want = lowprec.matmul(a, b, math_mode="fp16")
         for m in (1, 2, 3, 4, 8):
-            np.testing.assert_array_equal(lowprec.matmul(a[:m], b, math_mode="fp16"), want[:m], f"{m} rows")
+            np.testing.assert_array_equal(
+                lowprec.matmul(a[:m], b, math_mode="fp16"), want[:m], f"{m} rows"
+            )
 
 
 @cpu_units.units()
@@ -355,7 +420,9 @@ def test_a_caller_that_flushes_subnormal_numbers(torch, unit):
         pytest.skip("this processor does not flush subnormal numbers")
     try:
         with machines.only(unit):
-            found = [lowprec.matmul(a, a, c=c, beta=1.0, math_mode=mode) for mode in ("bf16", "bf16x3")]
+            found = [
+                lowprec.matmul(a, a, c=c, beta=1.0, math_mode=mode) for mode in ("bf16", "bf16x3")
+            ]
     finally:
         torch.set_flush_denormal(False)
     for result in found:

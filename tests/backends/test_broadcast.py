@@ -58,9 +58,14 @@ def test_rows_of_a_batch_by_offsets(mode, machine, rng):
         out_shape = (*a.shape[:-1], 9)
         memory = np.zeros([out_shape[i] for i in np.argsort(order)], np.float32)
         out = memory.transpose(order)
-        b, c = rng.integers(-3, 4, (8, 9)).astype(np.float32), rng.integers(-3, 4, out_shape).astype(np.float32)
+        b, c = (
+            rng.integers(-3, 4, (8, 9)).astype(np.float32),
+            rng.integers(-3, 4, out_shape).astype(np.float32),
+        )
         want = a.astype(np.float64) @ b + c
         for target, addend in ((out, c), (None, c.swapaxes(0, 1).copy().swapaxes(0, 1))):
             got = lowprec.matmul(a, b, out=target, c=addend, beta=1.0, math_mode=mode)
             np.testing.assert_array_equal(got, want)
-            np.testing.assert_array_equal(lowprec.matmul(a[..., ::-1, :], b, math_mode=mode), (want - c)[..., ::-1, :])
+            np.testing.assert_array_equal(
+                lowprec.matmul(a[..., ::-1, :], b, math_mode=mode), (want - c)[..., ::-1, :]
+            )

@@ -39,7 +39,9 @@ def test_the_numbers_are_those_of_a_zero_imaginary_part(rng, side, mode, dtype, 
     np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode, c=c, beta=2j), want)
     if side == "b":
         prepared = lowprec.prepare(b, math_mode=mode)
-        np.testing.assert_array_equal(lowprec.matmul(a, prepared, math_mode=mode, c=c, beta=2j), want)
+        np.testing.assert_array_equal(
+            lowprec.matmul(a, prepared, math_mode=mode, c=c, beta=2j), want
+        )
 
 
 @SIDES

@@ -82,10 +82,14 @@ def test_so_do_float8_operands(arch, operands):
         found = lowprec.matmul(a, b, out_dtype="float32")
         chunked = lowprec.matmul(a, b, out_dtype="float32", k_chunk=64)
     assert identical(found, mma(x, y, zero, arch=arch, format="e4m3"))
-    parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
+    parts = [
+        mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))
+    ]
     assert identical(chunked, parts[0] + parts[1])
     with emulate("ampere"):  # multiplies their numbers in bfloat16
-        assert identical(lowprec.matmul(a, b, out_dtype="float32"), in_float32(x, y, "ampere", "bf16"))
+        assert identical(
+            lowprec.matmul(a, b, out_dtype="float32"), in_float32(x, y, "ampere", "bf16")
+        )
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -95,12 +99,18 @@ def test_e4m3_by_e5m2(arch, turned, rng):
     a = np.ldexp(rng.standard_normal((6, 70)), rng.integers(-12, 3, (6, 70)))
     a[:3] = np.ldexp(rng.integers(-7, 8, (3, 70)), -9)  # groups of subnormal numbers alone
     a = a.astype(ml_dtypes.float8_e4m3fn)
-    b = np.ldexp(rng.standard_normal((70, 5)), rng.integers(-20, 3, (70, 5))).astype(ml_dtypes.float8_e5m2)
+    b = np.ldexp(rng.standard_normal((70, 5)), rng.integers(-20, 3, (70, 5))).astype(
+        ml_dtypes.float8_e5m2
+    )
     model = arithmetic(Architecture(arch), "float8_e4m3fn")
     rows, columns = a.astype(float).tolist(), b.astype(float).T.tolist()
     expected = np.float32([[dot(x, y, 0.0, model, (-6, -14)) for y in columns] for x in rows])
     with emulate(arch):
-        found = lowprec.matmul(b.T, a.T, out_dtype="float32").T if turned else lowprec.matmul(a, b, out_dtype="float32")
+        found = (
+            lowprec.matmul(b.T, a.T, out_dtype="float32").T
+            if turned
+            else lowprec.matmul(a, b, out_dtype="float32")
+        )
     assert np.array_equal(found, expected)
 
 
@@ -108,10 +118,15 @@ def test_e4m3_by_e5m2(arch, turned, rng):
 def test_so_does_a_gradient_in_e5m2(arch, operands):
     a, b = operands
     scales = np.abs(a).max() / np.float32(57344), np.abs(b).max() / np.float32(448)
-    x, y = (a / scales[0]).astype(ml_dtypes.float8_e5m2), (b / scales[1]).astype(ml_dtypes.float8_e4m3fn)
+    x, y = (
+        (a / scales[0]).astype(ml_dtypes.float8_e5m2),
+        (b / scales[1]).astype(ml_dtypes.float8_e4m3fn),
+    )
     with emulate(arch):
         found = lowprec.matmul(a, b, math_mode=lowprec.Recipe.fp8_training().of("grad_input"))
-        expected = lowprec.matmul(x, y, out_dtype="float32") * np.float32(float(scales[0]) * float(scales[1]))
+        expected = lowprec.matmul(x, y, out_dtype="float32") * np.float32(
+            float(scales[0]) * float(scales[1])
+        )
     assert identical(found, expected)
 
 
@@ -120,7 +135,10 @@ def test_so_do_modes_that_round_to_float8(arch, operands):
     a, b = operands
     zero = np.zeros((M, N), np.float32)
     scales = [np.abs(x).max() / np.float32(448) for x in (a, b)]
-    x, y = ((v / s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) for v, s in zip((a, b), scales, strict=True))
+    x, y = (
+        (v / s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        for v, s in zip((a, b), scales, strict=True)
+    )
     alpha = np.float32(float(scales[0]) * float(scales[1]))
     with emulate(arch):
         found = lowprec.matmul(a, b, math_mode="fp8")
@@ -128,9 +146,13 @@ def test_so_do_modes_that_round_to_float8(arch, operands):
         assert lowprec.plan(a, b, math_mode="fp8").kernel == f"{arch}_float8_e4m3fn"
         assert lowprec.plan(a, b, math_mode="mxfp8").kernel == f"{arch}_bfloat16"
         rows = lowprec.matmul(a, b, math_mode="fp8_rows")
-        per_row, per_column = (np.abs(v).max(axis) / np.float32(448) for v, axis in ((a, 1), (b, 0)))
+        per_row, per_column = (
+            np.abs(v).max(axis) / np.float32(448) for v, axis in ((a, 1), (b, 0))
+        )
     assert identical(found, mma(x, y, zero, arch=arch, format="e4m3") * alpha)
-    parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
+    parts = [
+        mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))
+    ]
     assert identical(chunked, (parts[0] + parts[1]) * alpha)
     x = (a / per_row[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     y = (b / per_column).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -180,7 +202,9 @@ def test_the_epilogue_follows_in_float32(operands, rng):
     c, bias = rng.random((M, N), np.float32), rng.random(N, np.float32)
     out = np.empty((N, M), np.float32).T
     with emulate("hopper"):
-        lowprec.matmul(a, b, out=out, c=c, alpha=-0.5, beta=2.0, bias=bias, activation="relu", math_mode="bf16")
+        lowprec.matmul(
+            a, b, out=out, c=c, alpha=-0.5, beta=2.0, bias=bias, activation="relu", math_mode="bf16"
+        )
     product = in_float32(a, b, "hopper", "bf16")
     expected = np.maximum(product * np.float32(-0.5) + c * np.float32(2) + bias, np.float32(0))
     assert np.array_equal(out, expected)
@@ -342,7 +366,10 @@ def test_it_leaves_the_mode_and_the_guard_alone():
     with lowprec.math_mode("bf16"), emulate("ada"):
         assert str(lowprec.get_math_mode()) == "bf16"
         with lowprec.math_mode("tf32"):
-            assert (str(lowprec.get_math_mode()), emulated_architecture()) == ("tf32", Architecture.ADA)
+            assert (str(lowprec.get_math_mode()), emulated_architecture()) == (
+                "tf32",
+                Architecture.ADA,
+            )
     with lowprec.fp32_guard(frameworks=False), emulate("ada"), lowprec.math_mode("fp16"):
         assert str(lowprec.get_math_mode()) == "fp32"
 
@@ -391,7 +418,9 @@ def test_mma_reads_its_operands_only(rng):
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_mma_refuses_numbers_of_another_format(name):
     given = {"a": ONE, "b": ONE, "c": ONE, name: ONE + np.float32(2.0**-11)}
-    with pytest.raises(ArrayError, match=rf"{name}\[0, 0\] is .*1.0004.*, which is not a tf32 number"):
+    with pytest.raises(
+        ArrayError, match=rf"{name}\[0, 0\] is .*1.0004.*, which is not a tf32 number"
+    ):
         mma(given["a"], given["b"], given["c"], arch="hopper", format="tf32")
     given[name] = ONE * np.float32(2.0**17)
     with pytest.raises(ArrayError, match="which is not a float16 number"):

@@ -32,7 +32,10 @@ def rounded(x, fmt):
 
 def scalar_twin(a, b, c, model):
     found = [
-        [dot(row.tolist(), column.tolist(), float(z), model) for column, z in zip(b.T, line, strict=True)]
+        [
+            dot(row.tolist(), column.tolist(), float(z), model)
+            for column, z in zip(b.T, line, strict=True)
+        ]
         for row, line in zip(a, c, strict=True)
     ]
     out = np.array(found, np.float64).astype(np.float32)
@@ -227,7 +230,9 @@ def test_kernels_and_numpy_agree_on_many_blocks(arch, fmt, specials, rng, monkey
     assert (bits(found) == bits(multiply(a, b, c, model))).all()
 
 
-@pytest.mark.parametrize("change", [{"fraction_bits": 26}, {"group": 200}, {"group": 7}, {"group": 24}])
+@pytest.mark.parametrize(
+    "change", [{"fraction_bits": 26}, {"group": 200}, {"group": 7}, {"group": 24}]
+)
 def test_groups_and_bits_beyond_those_of_tensor_cores(change):
     # Eight of the largest terms of 26 fraction bits exceed an int32.
     a, b = np.full((1, 300), 2 - 2.0**-10, np.float32), np.full((300, 1), 2 - 2.0**-10, np.float32)

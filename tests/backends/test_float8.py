@@ -6,7 +6,9 @@ import pytest
 
 import lowprec
 
-E4M3, E5M2, BF16 = (np.dtype(getattr(ml_dtypes, x)) for x in ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
+E4M3, E5M2, BF16 = (
+    np.dtype(getattr(ml_dtypes, x)) for x in ("float8_e4m3fn", "float8_e5m2", "bfloat16")
+)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 FLOAT8 = (E4M3, E5M2)
 
@@ -55,7 +57,9 @@ def test_modes_act_on_the_float32_operand_alone(mode, shape):
     made = check(a, b, math_mode=mode)
     assert made.rounded == (mode != "fp64", False)
     again = lowprec.matmul(a, b, math_mode=mode)
-    assert np.array_equal(again, lowprec.matmul(a, lowprec.prepare(b, math_mode=mode), math_mode=mode))
+    assert np.array_equal(
+        again, lowprec.matmul(a, lowprec.prepare(b, math_mode=mode), math_mode=mode)
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
@@ -82,12 +86,16 @@ def test_every_code(dtype, other, extent):
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_results_in_float8_are_rounded_once_as_by_astype(mode):
     """To nearest, ties to even; beyond the range NaN (E4M3) or Inf (E5M2), not saturated."""
-    values = np.array([[0.0, 1.0625, 1.1875, 448.0, 464.0, 465.0, -1e9, 2.0**-10, 61440.0, 2.0**-17]], np.float32)
+    values = np.array(
+        [[0.0, 1.0625, 1.1875, 448.0, 464.0, 465.0, -1e9, 2.0**-10, 61440.0, 2.0**-17]], np.float32
+    )
     one = np.ones((1, 1), E4M3)
     for dtype in FLOAT8:
         c = lowprec.matmul(one, values, out_dtype=dtype, math_mode=mode)
         held = values if mode == "fp32" else values.astype(BF16)
-        np.testing.assert_array_equal(c.view(np.uint8) & 0x7F, held.astype(dtype).view(np.uint8) & 0x7F)
+        np.testing.assert_array_equal(
+            c.view(np.uint8) & 0x7F, held.astype(dtype).view(np.uint8) & 0x7F
+        )
 
 
 def test_batches_and_strides():
@@ -98,7 +106,9 @@ def test_batches_and_strides():
     # Sums of 40 exact products in float32.
     bound = 40 * 2.0**-24 * (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)))
     for right in (b, lowprec.prepare(b)):
-        assert (np.abs(lowprec.matmul(a, right, out_dtype=np.float32) - want) <= bound + 2.0**-126).all()
+        assert (
+            np.abs(lowprec.matmul(a, right, out_dtype=np.float32) - want) <= bound + 2.0**-126
+        ).all()
 
 
 def test_other_libraries(torch):
@@ -113,20 +123,26 @@ def test_other_libraries(torch):
         np.testing.assert_array_equal(found.float().numpy(), want.astype(np.float32))
         found = lowprec.matmul(x, y, out_dtype=torch.float8_e5m2)
         assert found.dtype == torch.float8_e5m2
-        found = lowprec.matmul(jnp.asarray(a).astype(dtype), jnp.asarray(b).astype(dtype), scale_a=jnp.float32(2.0))
+        found = lowprec.matmul(
+            jnp.asarray(a).astype(dtype), jnp.asarray(b).astype(dtype), scale_a=jnp.float32(2.0)
+        )
         np.testing.assert_array_equal(np.asarray(found), want)
 
 
 def test_scales_are_checked():
     x, y = np.ones((4, 4), E4M3), np.ones((4, 4), np.float32)
-    with pytest.raises(lowprec.UnsupportedError, match="scale_b is for an FP8 operand, but the operand is float32"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="scale_b is for an FP8 operand, but the operand is float32"
+    ):
         lowprec.matmul(x, y, scale_b=2.0)
     with pytest.raises(lowprec.DTypeError, match="scale_a must be a number or one float32"):
         lowprec.matmul(x, y, scale_a=np.ones(2, np.float32))
     with pytest.raises(lowprec.SettingError, match=r"alpha is .* float32 cannot represent"):
         lowprec.matmul(x, x, scale_a=1e30, scale_b=1e30)
     c = np.full((4, 4), 2.0, np.float32)
-    found = lowprec.matmul(x, x, scale_a=0.5, scale_b=np.float32(3), alpha=2.0, beta=1.0, c=c, out_dtype=np.float32)
+    found = lowprec.matmul(
+        x, x, scale_a=0.5, scale_b=np.float32(3), alpha=2.0, beta=1.0, c=c, out_dtype=np.float32
+    )
     np.testing.assert_array_equal(found, np.full((4, 4), 14.0))
 
 
@@ -138,7 +154,9 @@ def test_block_scaled_tensor_cores_are_not_emulated():
         assert lowprec.matmul(q, q.T, out_dtype="float32")[0, 0] == 32
     with lowprec.emulate("blackwell"):
         assert lowprec.plan(x, x.T).kernel == "blackwell_float8_e4m3fn"
-        with pytest.raises(lowprec.UnsupportedError, match="block-scaled products of the tensor cores of Blackwell"):
+        with pytest.raises(
+            lowprec.UnsupportedError, match="block-scaled products of the tensor cores of Blackwell"
+        ):
             lowprec.matmul(q, q.T)
         assert lowprec.matmul(x.astype(BF16), q.T)[0, 0] == 32
 
@@ -165,12 +183,17 @@ def test_prepared_operands_have_the_same_bits(shape, stack):
     """E4M3 numbers along k are kept in the order of FP32 units; NaN is found by column."""
     m, n, k = shape
     rng = np.random.default_rng(sum(shape))
-    a, b = rng.standard_normal((*stack, m, k)).astype(F32), rng.standard_normal((*stack, n, k)).astype(E4M3)
+    a, b = (
+        rng.standard_normal((*stack, m, k)).astype(F32),
+        rng.standard_normal((*stack, n, k)).astype(E4M3),
+    )
     b[..., 0, k - 1] = b[..., n - 1, 0] = np.nan
     for weight in (b.swapaxes(-1, -2), b.swapaxes(-1, -2).copy()):
         prepared = lowprec.prepare(weight)
         for x, mode in ((a, "fp32"), (a, "bf16"), (a, "tf32x3"), (a.astype(BF16), None)):
-            want, found = (lowprec.matmul(x, y, math_mode=mode).astype(F32) for y in (weight, prepared))
+            want, found = (
+                lowprec.matmul(x, y, math_mode=mode).astype(F32) for y in (weight, prepared)
+            )
             assert np.isnan(want).any(axis=tuple(range(want.ndim - 1))).sum() == 2
             np.testing.assert_array_equal(found, want)
         if lowprec.plan(a, weight).kernel_row.decodes_b:

@@ -109,7 +109,10 @@ def _check(example, plan, c, result):
         value, size = then.alpha * value if then.alpha != 1 else value, abs(then.alpha) * size
         if then.beta:
             assert c is not None
-            value, size = (value + then.beta * oracles.widen(c), size + abs(then.beta) * oracles.magnitude(c))
+            value, size = (
+                value + then.beta * oracles.widen(c),
+                size + abs(then.beta) * oracles.magnitude(c),
+            )
         if then.bias is not None:
             value, size = value + oracles.widen(then.bias), size + oracles.magnitude(then.bias)
         error = error + oracles.gamma(8, u) * size + 8 * (2.0**-150 if u == _SINGLE else 2.0**-1074)
@@ -128,7 +131,8 @@ def _check(example, plan, c, result):
     with np.errstate(all="ignore"):
         close = np.abs(got - value) <= error
         overflows = np.isinf(got) & (np.abs(value) + error >= largest)
-        if result.dtype.kind == "c":  # what (Inf + 0i) (1 + 1i) is, each BLAS answers in its own way
+        # what (Inf + 0i) (1 + 1i) is, each BLAS answers in its own way
+        if result.dtype.kind == "c":
             same = ~np.isfinite(got)
         else:
             same = (got == value) | (np.isnan(got) & np.isnan(value))
@@ -199,7 +203,9 @@ def check(example, path):
     first, *others = results
     assert (first.shape, first.dtype.name) == (plan.out_shape, str(plan.out_dtype))
     for x in others:
-        assert _bits(x) == _bits(first), f"other bits with other threads, or a prepared operand: {example}"
+        assert _bits(x) == _bits(first), (
+            f"other bits with other threads, or a prepared operand: {example}"
+        )
     if first.dtype == np.int32:
         _check_integers(example, first)
     else:
@@ -207,7 +213,10 @@ def check(example, path):
 
 
 def _paths():
-    marks = {name: [cpu_units.needs(path.unit)] if path.unit else [] for name, path in KERNEL_PATHS.items()}
+    marks = {
+        name: [cpu_units.needs(path.unit)] if path.unit else []
+        for name, path in KERNEL_PATHS.items()
+    }
     return [pytest.param(path, id=name, marks=marks[name]) for name, path in KERNEL_PATHS.items()]
 
 

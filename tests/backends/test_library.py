@@ -60,9 +60,9 @@ def test_structures_are_those_of_the_header(name):
 def test_functions_and_numbers_are_those_of_the_header():
     functions = set(re.findall(r"LP_API [\w* ]+?lp_(\w+)\(", header()))
     # Those of BLAS calls are found where they are used.
-    assert {name for name in functions if not name.startswith("blas_")} == {*library.Functions._fields} - {
-        "gemm_holding_gil"
-    }
+    assert {name for name in functions if not name.startswith("blas_")} == {
+        *library.Functions._fields
+    } - {"gemm_holding_gil"}
     enums = {
         name: [x.partition("=")[0].strip() for x in body.split(",") if x.strip()]
         for name, body in re.findall(r"enum (\w+) {([^}]*)}", header())
@@ -127,7 +127,9 @@ def test_reasons_for_a_missing_library(monkeypatch, tmp_path):
     assert library._loaded.__wrapped__()[1] == "built without kernels (run `python hatch_build.py`)"
     with monkeypatch.context() as packed:
         packed.setattr(library.sys, "frozen", True, raising=False)
-        assert library._loaded.__wrapped__()[1].endswith("packed without _kernels.so: add the files of lowprec to it)")
+        assert library._loaded.__wrapped__()[1].endswith(
+            "packed without _kernels.so: add the files of lowprec to it)"
+        )
     with monkeypatch.context() as zipped:
         zipped.setattr(library, "_PATH", str(tmp_path / "program.pyz" / "lowprec" / "_kernels.so"))
         assert library._loaded.__wrapped__()[1].endswith(
@@ -172,7 +174,11 @@ def test_the_hook_of_pyinstaller_collects_what_the_package_reads(monkeypatch):
     asked = {}
     hooks = types.ModuleType("PyInstaller.utils.hooks")
     for kind in ("data_files", "dynamic_libs", "submodules"):
-        setattr(hooks, f"collect_{kind}", lambda package, kind=kind, **given: asked.update({kind: (package, given)}))
+        setattr(
+            hooks,
+            f"collect_{kind}",
+            lambda package, kind=kind, **given: asked.update({kind: (package, given)}),
+        )
     monkeypatch.setitem(sys.modules, "PyInstaller", types.ModuleType("PyInstaller"))
     monkeypatch.setitem(sys.modules, "PyInstaller.utils", types.ModuleType("PyInstaller.utils"))
     monkeypatch.setitem(sys.modules, "PyInstaller.utils.hooks", hooks)
@@ -182,8 +188,12 @@ def test_the_hook_of_pyinstaller_collects_what_the_package_reads(monkeypatch):
     names = ["_kernels.so", "_kernels.dylib", "_kernels.dll", "_kernels.txt"]
     assert [fnmatch(name, pattern) for name in names] == [True, True, True, False]
     package = folder.parent
-    found = {x.name for pattern in asked["data_files"][1]["includes"] for x in package.glob(pattern)}
-    assert found - {"_kernels.txt"} == {x.name for x in (package / "backends" / "cuda" / "kernels").iterdir()}
+    found = {
+        x.name for pattern in asked["data_files"][1]["includes"] for x in package.glob(pattern)
+    }
+    assert found - {"_kernels.txt"} == {
+        x.name for x in (package / "backends" / "cuda" / "kernels").iterdir()
+    }
 
 
 def test_an_exception_of_a_signal_handler_is_no_reason(monkeypatch):
@@ -208,7 +218,9 @@ def builder(monkeypatch, tmp_path):
     spec.loader.exec_module(module)
     native = tmp_path / "native"
     native.mkdir()
-    (native / "cpu.cpp").write_text("extern int other();\nint number() { return other(); }\n", encoding="utf-8")
+    (native / "cpu.cpp").write_text(
+        "extern int other();\nint number() { return other(); }\n", encoding="utf-8"
+    )
     (native / "more.cpp").write_text("int more() { return 1; }\n", encoding="utf-8")
     monkeypatch.setattr(module, "NATIVE", native)
     monkeypatch.setattr(module, "OBJECTS", tmp_path / "objects")
@@ -234,7 +246,8 @@ def initialize(builder):
 def test_a_library_is_compiled_once_per_sources(builder):
     needs_compiler(builder)
     (builder.NATIVE / "more.cpp").write_text(
-        '__attribute__((used)) static const char s[] = "lowprec 0x0"; int other() { return 1; }\n', encoding="utf-8"
+        '__attribute__((used)) static const char s[] = "lowprec 0x0"; int other() { return 1; }\n',
+        encoding="utf-8",
     )
     cpu = (
         "#define TEXT_OF(x) #x\n#define TEXT(x) TEXT_OF(x)\n"
@@ -298,7 +311,10 @@ def test_no_compiler_at_all_is_the_reason(builder, monkeypatch):
         pytest.skip("there are no kernels for this machine")
     monkeypatch.setattr(builder.shutil, "which", lambda _: None)
     monkeypatch.setattr(builder.importlib.util, "find_spec", lambda _: None)
-    assert re.search("no C\\+\\+ compiler: install one, or zig's: pip install 'ziglang", initialize(builder)[1][0])
+    assert re.search(
+        "no C\\+\\+ compiler: install one, or zig's: pip install 'ziglang",
+        initialize(builder)[1][0],
+    )
     monkeypatch.setenv("LOWPREC_BUILD_TARGET", "aarch64-linux-gnu.2.17 manylinux2014_aarch64")
     assert "needs zig's: pip install 'ziglang" in initialize(builder)[1][0]
 
@@ -307,8 +323,16 @@ def test_no_compiler_at_all_is_the_reason(builder, monkeypatch):
 def test_an_older_compiler_is_passed_over(builder, monkeypatch, tmp_path):
     """As GCC 11: it has no `__builtin_shufflevector`."""
     needs_compiler(builder)
-    real = builder.shutil.which("c++") or builder.shutil.which("g++") or builder.shutil.which("clang++")
-    for name, options in (("c++", "-D__builtin_shufflevector=none"), ("g++", "-std=c++17"), ("clang++", "-Dfour=none")):
+    real = (
+        builder.shutil.which("c++")
+        or builder.shutil.which("g++")
+        or builder.shutil.which("clang++")
+    )
+    for name, options in (
+        ("c++", "-D__builtin_shufflevector=none"),
+        ("g++", "-std=c++17"),
+        ("clang++", "-Dfour=none"),
+    ):
         compiler = tmp_path / name
         compiler.write_text(f'#!/bin/sh\nexec "{real}" {options} "$@"\n')
         compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
@@ -322,6 +346,8 @@ def test_an_older_compiler_is_passed_over(builder, monkeypatch, tmp_path):
 
 def test_no_library_on_request_and_on_other_processors(builder, monkeypatch):
     monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64")
-    assert initialize(builder)[1][0].endswith(f": there are none for {builder.sys.platform} on riscv64")
+    assert initialize(builder)[1][0].endswith(
+        f": there are none for {builder.sys.platform} on riscv64"
+    )
     monkeypatch.setenv("LOWPREC_BUILD", "none")
     assert initialize(builder)[1][0].endswith("LOWPREC_BUILD=none")

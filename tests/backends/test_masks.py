@@ -56,7 +56,10 @@ print(json.dumps({"excess": excess, "units": sorted(capabilities(CPU).features),
 @needs_x86_64
 @pytest.mark.parametrize(
     "isa",
-    [isa if isa in ("baseline", "avx2", "avx512") else pytest.param(isa, marks=pytest.mark.sweep) for isa in ALLOWED],
+    [
+        isa if isa in ("baseline", "avx2", "avx512") else pytest.param(isa, marks=pytest.mark.sweep)
+        for isa in ALLOWED
+    ],
 )
 def test_products_below_a_limit(isa):
     found = json.loads(run_python(_PRODUCTS, LOWPREC_MAX_CPU_ISA=isa))
@@ -114,7 +117,9 @@ print(json.dumps({"raised": raised, "warnings": shown["warnings"], "devices": sh
     assert found["devices"][0]["instruction_sets"] == []
 
 
-@pytest.mark.skipif("avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2")
+@pytest.mark.skipif(
+    "avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2"
+)
 def test_info_reports_the_hidden_instruction_sets():
     program = "import json, lowprec; print(json.dumps(lowprec.info()))"
     found = json.loads(run_python(program, LOWPREC_MAX_CPU_ISA="baseline"))

@@ -14,7 +14,12 @@ from support import oracles
 from support.machines import MACHINES, fixture
 
 #: m, n, k. The large ones take the tile units where there are any; the odd ones leave every tile unfilled.
-SIZES = {"small": (7, 5, 11), "row": (1, 300, 200), "tiles": (256, 256, 256), "ragged": (257, 263, 269)}
+SIZES = {
+    "small": (7, 5, 11),
+    "row": (1, 300, 200),
+    "tiles": (256, 256, 256),
+    "ragged": (257, 263, 269),
+}
 every_mode = pytest.mark.parametrize("mode", oracles.ALL_MODES)
 rounding_mode = pytest.mark.parametrize("mode", oracles.ROUNDING_MODES)
 small_and_large = pytest.mark.parametrize("size", ["small", "ragged"])
@@ -70,7 +75,9 @@ def test_every_exponent_is_rounded_bit_by_bit(mode, size, machine, rng):
     m, n, _ = SIZES[size]
     x = in_range(rng.permutation(oracles.every_exponent(rng, 300)))[: m * n].reshape(m, n)
     p, permute = signed_permutation(n, rng)
-    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
+    oracles.assert_equal(
+        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
+    )
     q, permute = signed_permutation(m, rng)
     want = permute(oracles.round_to(x, mode, -2).T).T
     oracles.assert_equal(lowprec.matmul(q.T, x, math_mode=mode), want)
@@ -83,12 +90,22 @@ def test_ties_and_the_edges_of_the_range(mode, size, machine, rng):
     # The largest TF32 number: its nearest bfloat16 is infinite, which a split in two parts must not fall for.
     largest = {"bf16": (2 - 2.0**-7) * 2.0**127}.get(mode, (2 - 2.0**-10) * 2.0**127)
     below_overflow = np.nextafter(np.float32(largest * (1 + 2.0**-12)), np.float32(0))
-    edges = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-14, 2.0**-24, 2.0**-25]
+    edges = [
+        1 + 2.0**-11,
+        1 + 3 * 2.0**-11,
+        1 + 2.0**-8,
+        1 + 3 * 2.0**-8,
+        2.0**-14,
+        2.0**-24,
+        2.0**-25,
+    ]
     pool = np.array([*edges, largest, -largest, below_overflow], np.float32)
     pool = pool[np.isfinite(oracles.round_to(pool, mode))]
     x = rng.choice(pool, (m, n))
     p, permute = signed_permutation(n, rng)
-    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
+    oracles.assert_equal(
+        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
+    )
 
 
 @every_mode

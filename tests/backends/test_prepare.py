@@ -61,7 +61,11 @@ def is_kept(plan):
 
 
 #: A mode acts on single precision alone.
-CASES = [(dtype, mode) for dtype in DTYPES for mode in (MODES if dtype in ("float32", "complex64") else ["bf16"])]
+CASES = [
+    (dtype, mode)
+    for dtype in DTYPES
+    for mode in (MODES if dtype in ("float32", "complex64") else ["bf16"])
+]
 
 
 @pytest.mark.parametrize(("dtype", "mode"), CASES)
@@ -280,13 +284,21 @@ def test_wrong_uses(rng):
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ArrayError, match="a: expected an array, got a prepared operand, which"):
+        with pytest.raises(
+            lowprec.ArrayError, match="a: expected an array, got a prepared operand, which"
+        ):
             call(prepared, b)
-        with pytest.raises(lowprec.ArrayError, match="a: expected an array, got a prepared operand"):
+        with pytest.raises(
+            lowprec.ArrayError, match="a: expected an array, got a prepared operand"
+        ):
             call(prepared, prepared)
-        with pytest.raises(lowprec.ArrayError, match="c: expected an array, got a prepared operand"):
+        with pytest.raises(
+            lowprec.ArrayError, match="c: expected an array, got a prepared operand"
+        ):
             call(a, b, c=c, beta=1.0)
-        with pytest.raises(lowprec.ArrayError, match="out: expected an array, got a prepared operand"):
+        with pytest.raises(
+            lowprec.ArrayError, match="out: expected an array, got a prepared operand"
+        ):
             call(a, prepared, out=c)
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)
@@ -342,7 +354,9 @@ def test_released_in_the_middle_of_a_product(rng, monkeypatch, mode, m, batch):
     lowprec.matmul(a, prepared, math_mode=mode)
     values = [operand.value for operand in view_of(prepared).packed.values()]
     # The parts of an operand by NumPy, or the memory of the compiled library's.
-    arrays = [x for value in values for x in (value[0] if isinstance(value[0], list) else [value[1]])]
+    arrays = [
+        x for value in values for x in (value[0] if isinstance(value[0], list) else [value[1]])
+    ]
     packed = [weakref.ref(x) for x in arrays]
     assert packed
     del values, arrays
@@ -365,7 +379,10 @@ def test_its_memory_is_freed_with_it(rng):
     gc.disable()
     try:
         for m, batch in ((1, ()), (8, ()), (64, ()), (64, (3,))):
-            a, b = (numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200))
+            a, b = (
+                numbers(rng, "float32", *batch, m, 150),
+                numbers(rng, "float32", *batch, 150, 200),
+            )
             prepared = lowprec.prepare(b, math_mode="bf16")
             lowprec.matmul(a, prepared, math_mode="bf16")
             lowprec.matmul(a, prepared.T.T, math_mode="bf16")

@@ -22,7 +22,9 @@ from support.programs import in_threads
 pytestmark = pytest.mark.filterwarnings("ignore:b is quantised along axis")
 
 FORMATS = list(BLOCK_FORMATS)
-BF16, E4M3, F16, F32 = (np.dtype(getattr(ml_dtypes, x, x)) for x in ("bfloat16", "float8_e4m3fn", "float16", "float32"))
+BF16, E4M3, F16, F32 = (
+    np.dtype(getattr(ml_dtypes, x, x)) for x in ("bfloat16", "float8_e4m3fn", "float16", "float32")
+)
 
 #: m, n, k: tiny products, one row, edges of strips and steps, few rows, blocks that are not whole, a narrow b.
 SHAPES = [(3, 5, 7), (1, 300, 400), (8, 513, 515), (33, 200, 130), (257, 129, 300), (300, 8, 400)]
@@ -32,7 +34,9 @@ def check(a, b, found=None, **options):
     """Compare a product with float64 of the operands' values: the bound, and three roundings for the factors."""
     c = lowprec.matmul(a, b, **options) if found is None else found
     made = lowprec.plan(a, b, **options)
-    x, y = (np.asarray(z.dequantize() if hasattr(z, "dequantize") else z, np.float64) for z in (a, b))
+    x, y = (
+        np.asarray(z.dequantize() if hasattr(z, "dequantize") else z, np.float64) for z in (a, b)
+    )
     norms = np.linalg.norm(x), np.linalg.norm(y)
     error = np.linalg.norm(np.asarray(c, np.float64) - x @ y)
     assert error <= made.bound.frobenius(*norms, *c.shape[-2:]) + 3 * 2.0**-24 * norms[0] * norms[1]
@@ -45,10 +49,17 @@ def check(a, b, found=None, **options):
 def test_products_are_within_the_bound(shape, fmt, other):
     m, n, k = shape
     rng = np.random.default_rng(m + n + k)
-    a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+    a, b = (
+        rng.standard_normal((m, k)).astype(np.float32),
+        rng.standard_normal((k, n)).astype(np.float32),
+    )
     x = lowprec.quantize(a, fmt) if other is None else a.astype(other)
     modes = ("fp32", "bf16", "tf32", "bf16x3") if other == F32 else (None,)
-    for y in (lowprec.quantize(b, fmt, axis=0), lowprec.quantize(b.T.copy(), fmt).T, lowprec.quantize(b, fmt)):
+    for y in (
+        lowprec.quantize(b, fmt, axis=0),
+        lowprec.quantize(b.T.copy(), fmt).T,
+        lowprec.quantize(b, fmt),
+    ):
         for mode in modes:
             check(x, y, out_dtype=None if other == F16 else "float32", math_mode=mode)
         prepared = lowprec.prepare(y)
@@ -121,7 +132,10 @@ def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, 
         a = np.zeros((m, k), np.float32)
         picked = np.arange(first, min(first + m, k))
         a[np.arange(len(picked)), picked] = 1
-        c, want = lowprec.matmul(a.astype(BF16), q, out_dtype="float32")[: len(picked)], values[picked]
+        c, want = (
+            lowprec.matmul(a.astype(BF16), q, out_dtype="float32")[: len(picked)],
+            values[picked],
+        )
         normal, others = np.abs(want) >= 2.0**-126, overflows - ~np.isfinite(want)
         np.testing.assert_array_equal(c[normal & (others == 0)], want[normal & (others == 0)])
         assert np.isnan(c[others > 0]).all()  # Inf times zero
@@ -145,7 +159,12 @@ def test_batches_vectors_epilogues_and_libraries(torch):
         check(a[0], across, out_dtype=F32)
         check(across.T, b.astype(BF16), out_dtype=F32)
         sliced = lowprec.QuantizedArray(
-            q.codes[:, ::2], None if q.scales is None else q.scales[:, ::2], fmt, (2, 96, 35), 1, q.scale
+            q.codes[:, ::2],
+            None if q.scales is None else q.scales[:, ::2],
+            fmt,
+            (2, 96, 35),
+            1,
+            q.scale,
         )
         check(a[0], sliced, out_dtype=F32)
         for out in ("bfloat16", "float16", "float8_e5m2"):
@@ -164,13 +183,18 @@ def test_batches_vectors_epilogues_and_libraries(torch):
             assert type(c) is type(made)
             assert library is not None
             check(weight, weight.T, np.asarray(c), out_dtype="float32")
-        c = lowprec.matmul(x, lowprec.quantize(torch.from_numpy(b[0]), fmt, axis=0), out_dtype=torch.float32)
+        c = lowprec.matmul(
+            x, lowprec.quantize(torch.from_numpy(b[0]), fmt, axis=0), out_dtype=torch.float32
+        )
         np.testing.assert_array_equal(c.numpy(), product)
 
 
 def test_the_plan_shows_decoded_and_widened_operands():
     rng = np.random.default_rng(4)
-    a, b = rng.standard_normal((64, 256)).astype(BF16), rng.standard_normal((256, 128)).astype(np.float32)
+    a, b = (
+        rng.standard_normal((64, 256)).astype(BF16),
+        rng.standard_normal((256, 128)).astype(np.float32),
+    )
     q = lowprec.quantize(b, "mxfp4", axis=0)
     made = lowprec.plan(a, q)
     assert made.b_becomes.startswith("mxfp4 values as bfloat16")
@@ -188,7 +212,10 @@ def test_the_plan_shows_decoded_and_widened_operands():
 
 def test_first_products_in_threads_and_pickles():
     rng = np.random.default_rng(5)
-    a, b = rng.standard_normal((16, 512)).astype(BF16), rng.standard_normal((512, 512)).astype(np.float32)
+    a, b = (
+        rng.standard_normal((16, 512)).astype(BF16),
+        rng.standard_normal((512, 512)).astype(np.float32),
+    )
     for fmt in FORMATS:
         want = lowprec.matmul(a, lowprec.quantize(b, fmt, axis=0))
         q = pickle.loads(pickle.dumps(lowprec.quantize(b, fmt, axis=0)))
@@ -202,7 +229,11 @@ def test_first_products_in_threads_and_pickles():
         np.testing.assert_array_equal(lowprec.matmul(a, again), want)
 
 
-PREPARED = [(fmt, shape, axis) for fmt in FORMATS for shape, axis in (((70, 33), 0), ((2, 33, 96), 2), ((77,), 0))]
+PREPARED = [
+    (fmt, shape, axis)
+    for fmt in FORMATS
+    for shape, axis in (((70, 33), 0), ((2, 33, 96), 2), ((77,), 0))
+]
 
 
 @pytest.mark.parametrize(("fmt", "shape", "axis"), PREPARED)
@@ -210,9 +241,17 @@ def test_a_prepared_quantised_array_has_no_reference_to_its_codes(fmt, shape, ax
     x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     q = lowprec.quantize(x, fmt, axis=axis)
     prepared = lowprec.prepare(q)
-    for found, want in ((prepared, q), (prepared.T.T, q), (prepared.T, q.T)) if len(shape) > 1 else ((prepared, q),):
+    for found, want in (
+        ((prepared, q), (prepared.T.T, q), (prepared.T, q.T))
+        if len(shape) > 1
+        else ((prepared, q),)
+    ):
         restored = found.quantized()
-        assert (restored.shape, restored.axis, restored.scale) == (want.shape, want.axis, want.scale)
+        assert (restored.shape, restored.axis, restored.scale) == (
+            want.shape,
+            want.axis,
+            want.scale,
+        )
         np.testing.assert_array_equal(restored.codes, want.codes)
         if want.scales is not None:
             np.testing.assert_array_equal(restored.scales, want.scales)
@@ -250,9 +289,15 @@ def test_products_do_not_restore_a_prepared_array(fmt, monkeypatch):
     x = np.random.default_rng(3).standard_normal((64, 48)).astype(np.float32)
     q = lowprec.quantize(x, fmt, axis=0)
     prepared = lowprec.prepare(q)
-    modes = ["fp32", "int8_blocks"] if native.units() and fmt not in ("fp8", "fp8_rows", "mxfp8") else []
+    modes = (
+        ["fp32", "int8_blocks"]
+        if native.units() and fmt not in ("fp8", "fp8_rows", "mxfp8")
+        else []
+    )
     want = [lowprec.matmul(x.T, q, math_mode=mode) for mode in modes]
-    monkeypatch.setattr(type(prepared._view), "quantized", property(lambda view: pytest.fail("restored")))
+    monkeypatch.setattr(
+        type(prepared._view), "quantized", property(lambda view: pytest.fail("restored"))
+    )
     found = [lowprec.matmul(x.T, prepared, math_mode=mode) for mode in modes]
     np.testing.assert_array_equal(found, want)
 
@@ -270,7 +315,10 @@ def test_other_arguments_refuse_quantised_arrays(torch):
     x = np.ones((32, 32), np.float32)
     for call in (lambda: lowprec.matmul(x, x, c=q, beta=1.0), lambda: lowprec.matmul(x, x, bias=q),
                  lambda: lowprec.einsum("ij,jk", q, x), lambda: lowprec.linalg.solve(q, x)):  # fmt: skip
-        with pytest.raises(lowprec.ArrayError, match="quantised array, which is accepted only as an operand of matmul"):
+        with pytest.raises(
+            lowprec.ArrayError,
+            match="quantised array, which is accepted only as an operand of matmul",
+        ):
             call()
     needs_grad = torch.ones(32, 32, requires_grad=True)
     with pytest.raises(lowprec.ArrayError, match="b is a quantised array"):
@@ -287,18 +335,31 @@ def test_one_block_along_either_axis(fmt, length):
     q = lowprec.quantize(x, fmt, axis=0)
     assert q.codes.flags.c_contiguous
     np.testing.assert_array_equal(lowprec.matmul(q, np.eye(63, dtype=np.float32)), q.dequantize())
-    np.testing.assert_array_equal(lowprec.matmul(np.eye(length, dtype=np.float32), q), q.dequantize())
+    np.testing.assert_array_equal(
+        lowprec.matmul(np.eye(length, dtype=np.float32), q), q.dequantize()
+    )
     other = lowprec.QuantizedArray(np.asfortranarray(q.codes), q.scales, fmt, q.shape, 0, q.scale)
-    np.testing.assert_array_equal(lowprec.matmul(other, np.eye(63, dtype=np.float32)), q.dequantize())
+    np.testing.assert_array_equal(
+        lowprec.matmul(other, np.eye(63, dtype=np.float32)), q.dequantize()
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_vectors(fmt):
     rng = np.random.default_rng(9)
-    v, a = rng.standard_normal(200).astype(np.float32), rng.standard_normal((60, 200)).astype(np.float32)
+    v, a = (
+        rng.standard_normal(200).astype(np.float32),
+        rng.standard_normal((60, 200)).astype(np.float32),
+    )
     q = lowprec.quantize(v, fmt)
     values_of_q = q.dequantize().astype(np.float64)
-    for x, out in ((v, None), (a, None), (a.astype(BF16), None), (q, None), (a, np.empty((60, 2), np.float32)[:, 0])):
+    for x, out in (
+        (v, None),
+        (a, None),
+        (a.astype(BF16), None),
+        (q, None),
+        (a, np.empty((60, 2), np.float32)[:, 0]),
+    ):
         found = lowprec.matmul(x, q, out=out, out_dtype="float32")
         exact = np.asarray(x.dequantize() if x is q else x, np.float64)
         bound = 203 * 2.0**-24 * (np.abs(exact) @ np.abs(values_of_q)) + 2.0**-118
@@ -308,13 +369,19 @@ def test_vectors(fmt):
 def test_the_plan_shows_every_widening(monkeypatch):
     counted = []
     widened = lowprec.QuantizedArray._widened
-    monkeypatch.setattr(lowprec.QuantizedArray, "_widened", lambda x: counted.append(x.format) or widened(x))
+    monkeypatch.setattr(
+        lowprec.QuantizedArray, "_widened", lambda x: counted.append(x.format) or widened(x)
+    )
     rng = np.random.default_rng(10)
 
     def numbers(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
-    a, q, c = numbers(8, 256), lowprec.quantize(numbers(256, 300), "mxfp4", axis=0), np.zeros((8, 300), np.float32)
+    a, q, c = (
+        numbers(8, 256),
+        lowprec.quantize(numbers(256, 300), "mxfp4", axis=0),
+        np.zeros((8, 300), np.float32),
+    )
     large, stack = numbers(2, 200, 700), lowprec.quantize(numbers(2, 700, 600), "nvfp4", axis=1)
     small, pair = numbers(3, 8, 64), lowprec.quantize(numbers(3, 64, 70), "mxfp8", axis=1)
     v = lowprec.quantize(numbers(256), "mxfp8")
@@ -336,9 +403,14 @@ def test_the_plan_shows_every_widening(monkeypatch):
 def test_a_format_that_no_kernel_decodes(monkeypatch):
     row = BlockFormat("mxfp8_e5m2", FLOAT8_E5M2, 8, 32, FLOAT8_E8M0FNU, has_scale=False)
     monkeypatch.setitem(BLOCK_FORMATS, row.name, row)
-    monkeypatch.setitem(recipes.FORMATS, row.name, (recipes.Rule("e5m2", "block", (1, 32), "floor"),) * 2)
+    monkeypatch.setitem(
+        recipes.FORMATS, row.name, (recipes.Rule("e5m2", "block", (1, 32), "floor"),) * 2
+    )
     rng = np.random.default_rng(12)
-    a, b = rng.standard_normal((8, 100)).astype(np.float32), rng.standard_normal((100, 70)).astype(np.float32)
+    a, b = (
+        rng.standard_normal((8, 100)).astype(np.float32),
+        rng.standard_normal((100, 70)).astype(np.float32),
+    )
     q = lowprec.quantize(b, row.name, axis=0)
     assert 0 < np.abs(q.dequantize() - b).max() < 0.6
     np.testing.assert_array_equal(lowprec.matmul(a, q), lowprec.matmul(a, q.dequantize()))
@@ -347,7 +419,10 @@ def test_a_format_that_no_kernel_decodes(monkeypatch):
 
 def test_codes_are_read_in_place_and_freed():
     rng = np.random.default_rng(11)
-    a, b = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 320)).astype(np.float32)
+    a, b = (
+        rng.standard_normal((8, 256)).astype(np.float32),
+        rng.standard_normal((256, 320)).astype(np.float32),
+    )
     q = lowprec.quantize(b, "nvfp4", axis=0)
     prepared = lowprec.prepare(q)
     for mode in available_modes():
@@ -355,14 +430,17 @@ def test_codes_are_read_in_place_and_freed():
     lowprec.matmul(a.astype(BF16), q)
     if lowprec.plan(a, q).kernel_row.decodes_b:
         assert prepared.packed_bytes == 0
-        gaps = lowprec.QuantizedArray(*(x[::2] for x in (q.codes, q.scales)), "nvfp4", (256, 160), 0, q.scale)
+        gaps = lowprec.QuantizedArray(
+            *(x[::2] for x in (q.codes, q.scales)), "nvfp4", (256, 160), 0, q.scale
+        )
         prepared = lowprec.prepare(gaps)
         for mode in ("fp32", "bf16", "tf32"):
             np.testing.assert_array_equal(
                 lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, gaps, math_mode=mode)
             )
         assert prepared.packed_bytes == 0
-        assert prepared.nbytes == gaps.nbytes  # in the order of the kernels, of 160 columns and 256 of k
+        # in the order of the kernels, of 160 columns and 256 of k
+        assert prepared.nbytes == gaps.nbytes
         del gaps
     weak = weakref.ref(q)
     gc.disable()
@@ -375,7 +453,10 @@ def test_codes_are_read_in_place_and_freed():
 
 def test_out_may_share_memory_with_codes_and_scales():
     rng = np.random.default_rng(12)
-    a, b = rng.standard_normal((4, 256)).astype(np.float32), rng.standard_normal((256, 64)).astype(np.float32)
+    a, b = (
+        rng.standard_normal((4, 256)).astype(np.float32),
+        rng.standard_normal((256, 64)).astype(np.float32),
+    )
     a[1, 3] = np.inf
     q = lowprec.quantize(b, "mxfp8", axis=0)
     for part in ("codes", "scales"):
@@ -394,24 +475,46 @@ def test_out_may_share_memory_with_codes_and_scales():
 def test_blocks_along_another_axis_give_a_warning(fmt, monkeypatch):
     monkeypatch.setattr("lowprec.errors._given", set())
     a, q = np.ones((8, 64), BF16), lowprec.quantize(np.ones((64, 51), np.float32), fmt)
-    if not lowprec.plan(a, lowprec.quantize(np.ones((64, 51), np.float32), fmt, axis=0)).kernel_row.decodes_b:
+    if not lowprec.plan(
+        a, lowprec.quantize(np.ones((64, 51), np.float32), fmt, axis=0)
+    ).kernel_row.decodes_b:
         lowprec.matmul(a, q)
         return
-    with pytest.warns(lowprec.LowprecWarning, match="summed over: axis=-2, or -1 for the weight of linear$"):
+    with pytest.warns(
+        lowprec.LowprecWarning, match="summed over: axis=-2, or -1 for the weight of linear$"
+    ):
         lowprec.matmul(a, q)
 
 
 def test_arguments_of_a_quantised_array_are_checked():
-    q = lowprec.quantize(np.random.default_rng(13).standard_normal((40, 64)).astype(np.float32), "nvfp4")
-    parts = {"codes": q.codes, "scales": q.scales, "format": "nvfp4", "shape": (40, 64), "axis": 1, "scale": q.scale}
+    q = lowprec.quantize(
+        np.random.default_rng(13).standard_normal((40, 64)).astype(np.float32), "nvfp4"
+    )
+    parts = {
+        "codes": q.codes,
+        "scales": q.scales,
+        "format": "nvfp4",
+        "shape": (40, 64),
+        "axis": 1,
+        "scale": q.scale,
+    }
     same = lowprec.QuantizedArray(**parts | {
         "codes": q.codes.view(np.int8), "scales": q.scales.view(ml_dtypes.float8_e4m3fn), "axis": -1, "shape": [40, 64],
     })  # fmt: skip
-    assert (same.axis, same.shape, same.codes.dtype, same.scales.dtype) == (1, (40, 64), np.uint8, np.uint8)
+    assert (same.axis, same.shape, same.codes.dtype, same.scales.dtype) == (
+        1,
+        (40, 64),
+        np.uint8,
+        np.uint8,
+    )
     np.testing.assert_array_equal(same.dequantize(), q.dequantize())
     for change, error, words in (
         ({"codes": q.codes.astype(np.int64)}, lowprec.DTypeError, "codes are uint8, .* not int64"),
-        ({"scales": q.scales.astype(np.float32)}, lowprec.DTypeError, "scales are uint8, .* not float32"),
+        (
+            {"scales": q.scales.astype(np.float32)},
+            lowprec.DTypeError,
+            "scales are uint8, .* not float32",
+        ),
         ({"codes": q.codes[:, 1:]}, lowprec.ShapeError, "codes of nvfp4 for shape"),
         ({"scales": None}, lowprec.ShapeError, "scales of nvfp4 .* not None"),
         (
@@ -433,7 +536,9 @@ def random_codes(rng, fmt, vectors, k, axis, *, moderate):
     """Return an array of random codes with scales of moderate size or of any, NaN included."""
     row = BLOCK_FORMATS.get(fmt) or lowprec.quantize(np.ones((2, 2), np.float32), fmt)._row
     blocks = -(-k // row.block) if row.block > 0 else 1
-    codes = rng.integers(0, 256, (vectors, blocks * row.block * row.bits // 8 if row.block > 0 else k), np.uint8)
+    codes = rng.integers(
+        0, 256, (vectors, blocks * row.block * row.bits // 8 if row.block > 0 else k), np.uint8
+    )
     if row.has_float_scales:
         scales = np.exp2(rng.uniform(-3, 3, (vectors, blocks))).astype(np.float32)
     else:
@@ -460,7 +565,9 @@ def test_integers_in_blocks_have_the_same_bits_everywhere(of_a, fmt, moderate, m
             want = lowprec.matmul(a, b, out_dtype="float32")
         x, y = a.dequantize(), b.dequantize()
         if k <= 32 and fmt == "mxfp4" and moderate:  # one block, whose sum is exact
-            np.testing.assert_array_equal(want, (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32))
+            np.testing.assert_array_equal(
+                want, (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32)
+            )
         if moderate:
             check(a, b, want, out_dtype="float32")
         for unit in filter(cpu_units.has, INT8_UNITS):
@@ -469,11 +576,15 @@ def test_integers_in_blocks_have_the_same_bits_everywhere(of_a, fmt, moderate, m
                 for other in (b, lowprec.prepare(b)):
                     found = lowprec.matmul(a, other, out_dtype="float32")
                     np.testing.assert_array_equal(found, want)
-                    np.testing.assert_array_equal(np.signbit(found)[found == 0], np.signbit(want)[want == 0])
+                    np.testing.assert_array_equal(
+                        np.signbit(found)[found == 0], np.signbit(want)[want == 0]
+                    )
 
 
 @pytest.mark.parametrize("of_b", [None, *BLOCKS_OF_B])
-@pytest.mark.parametrize("mode", ["int8_blocks", lowprec.Recipe("int8_blocks", rounding="stochastic", seed=1)], ids=str)
+@pytest.mark.parametrize(
+    "mode", ["int8_blocks", lowprec.Recipe("int8_blocks", rounding="stochastic", seed=1)], ids=str
+)
 def test_int8_in_blocks_has_the_same_bits_everywhere(mode, of_b, monkeypatch):
     """Weights by the mode, and quantised ones; int4 with zeros. The first matrix of a batch has the matrix's bits."""
     monkeypatch.setattr(products, "_ALONE", 0)
@@ -484,7 +595,9 @@ def test_int8_in_blocks_has_the_same_bits_everywhere(mode, of_b, monkeypatch):
         if of_b:
             weights = [lowprec.quantize(b, of_b, axis=0)]
         if of_b == "int4":
-            weights += [lowprec.quantize(b, of_b, axis=0, group=g, symmetric=False) for g in (32, 128)]
+            weights += [
+                lowprec.quantize(b, of_b, axis=0, group=g, symmetric=False) for g in (32, 128)
+            ]
         for weight in weights:
             with machines.on("NumPy alone"):
                 want = lowprec.matmul(a, weight, math_mode=mode)
@@ -524,7 +637,10 @@ def test_scales_whose_product_overflows_leave_zeros_alone():
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_the_result_has_the_type_of_the_other_operand(name, mode, dtype):
     rng = np.random.default_rng(0)
-    x, weight = rng.standard_normal((4, 64), np.float32).astype(dtype), rng.standard_normal((8, 64), np.float32)
+    x, weight = (
+        rng.standard_normal((4, 64), np.float32).astype(dtype),
+        rng.standard_normal((8, 64), np.float32),
+    )
     stored = lowprec.quantize(weight, name).T
     found = lowprec.matmul(x, stored, math_mode=mode)
     wide = lowprec.matmul(x, stored, math_mode=mode, out_dtype="float32")

@@ -27,7 +27,11 @@ BLOCKS = [
         ("e4m3", "float32", (1, 128)), ("e4m3", "float32", (128, 128)),
     ]
 ]  # fmt: skip
-WHOLE = [Rule("e4m3", "tensor"), Rule("e5m2", "tensor"), *(Rule(e, "vector") for e in ("e4m3", "e5m2", "int8"))]
+WHOLE = [
+    Rule("e4m3", "tensor"),
+    Rule("e5m2", "tensor"),
+    *(Rule(e, "vector") for e in ("e4m3", "e5m2", "int8")),
+]
 MEASURES = [
     {},
     {"rounding": "stochastic", "seed": 2**63 + 12345, "stream": 2**64 - 7},
@@ -68,17 +72,22 @@ def compiled(x, inner, rule):
     view, batch = host_view(x), x.shape[:-2]
     strides = packed_strides(view.shape, view.strides)
     source, to = (
-        MatrixStack.of(view.dtype, *x.shape[-2:], *steps[-2:], batch, steps[:-2]) for steps in (view.strides, strides)
+        MatrixStack.of(view.dtype, *x.shape[-2:], *steps[-2:], batch, steps[:-2])
+        for steps in (view.strides, strides)
     )
     described, offsets = quantizing.describe(source, to, -1 - inner, rule)
     memory = np.zeros(x.size, np.int8 if rule.elements == "int8" else ml_dtypes.bfloat16)
-    values = np.lib.stride_tricks.as_strided(memory, x.shape, [step * memory.itemsize for step in strides])
+    values = np.lib.stride_tricks.as_strided(
+        memory, x.shape, [step * memory.itemsize for step in strides]
+    )
     scales, scale = None, ctypes.c_float()
     high, wide = rule.block
     if rule.scaling == "vector":
         scales = np.empty((*batch, described.vectors), np.float32)
     elif rule.block_scale == "float32":
-        scales = np.empty((*batch, -(-described.k // wide), -(-described.vectors // high)), np.float32)
+        scales = np.empty(
+            (*batch, -(-described.k // wide), -(-described.vectors // high)), np.float32
+        )
     status = library.functions().quantize(
         ctypes.addressof(described), view.address, memory.ctypes.data, None if scales is None else scales.ctypes.data,
         ctypes.addressof(scale), threads.num_threads(),
@@ -93,7 +102,9 @@ def numbers(kind, shape, rng):
         return rng.standard_normal(shape).astype(np.float32)
     if kind == "bits":  # NaN and infinities among them
         return rng.integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
-    x = np.ldexp(rng.standard_normal(shape), rng.integers(-140, 100, (*shape[:-1], 1))).astype(np.float32)
+    x = np.ldexp(rng.standard_normal(shape), rng.integers(-140, 100, (*shape[:-1], 1))).astype(
+        np.float32
+    )
     return np.where(rng.random(shape) < 0.1, rng.choice(np.float32([0.0, -0.0]), shape), x)
 
 
@@ -183,7 +194,9 @@ def test_the_numbers_of_quantize(rule, name, rng):
 @pytest.mark.parametrize("elements", ["e4m3", "e5m2"])
 def test_millions_of_numbers_against_ml_dtypes(elements, rng):
     """With a scale of 1 a number is rounded as by ml_dtypes, where it is within the format."""
-    dtype, largest = (ml_dtypes.float8_e4m3fn, 448.0) if elements == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
+    dtype, largest = (
+        (ml_dtypes.float8_e4m3fn, 448.0) if elements == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
+    )
     x = rng.integers(0, 1 << 32, (1000, 2048), dtype=np.uint32).view(np.float32)
     x = np.where(np.abs(x) <= largest, x, rng.standard_normal(x.shape).astype(np.float32))
     x[:, 0] = largest
@@ -195,7 +208,9 @@ def test_millions_of_numbers_against_ml_dtypes(elements, rng):
 
 
 def test_int8_rounds_to_even_and_is_symmetric(rng):
-    x = np.concatenate((np.arange(-127, 127.5, 0.5), np.nextafter(np.arange(0.5, 127), 0))).astype(np.float32)[None]
+    x = np.concatenate((np.arange(-127, 127.5, 0.5), np.nextafter(np.arange(0.5, 127), 0))).astype(
+        np.float32
+    )[None]
     found, scales, _ = compiled(x, -1, Rule("int8", "vector"))
     assert scales[0] == 1
     np.testing.assert_array_equal(found, np.rint(x))
@@ -224,7 +239,9 @@ def test_philox_has_the_published_values():
     assert words(0xFFFFFFFF, 2**64 - 1) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if r.rounding == "stochastic" and not r.hadamard], ids=name_of)
+@pytest.mark.parametrize(
+    "rule", [r for r in RULES if r.rounding == "stochastic" and not r.hadamard], ids=name_of
+)
 def test_stochastic_rounding_is_unbiased(rule):
     """The mean of many roundings is the number: for numbers between the same two neighbours.
 
@@ -237,7 +254,9 @@ def test_stochastic_rounding_is_unbiased(rule):
     x = np.random.default_rng(3).uniform(0.02, 1, 200).astype(np.float32)
     x[0] = 1.0
     many = np.broadcast_to(x, (n, 200))
-    found, scales, scale = compiled(many, -1, rule._replace(block=(1, rule.block[1])) if rule.block[0] > 1 else rule)
+    found, scales, scale = compiled(
+        many, -1, rule._replace(block=(1, rule.block[1])) if rule.block[0] > 1 else rule
+    )
     values = found.astype(np.float64) * scale
     if rule.scaling == "vector":
         values = values * scales[:, None].astype(np.float64)
@@ -286,7 +305,10 @@ def test_hadamard_products_are_plain_ones(k, rng):
     x[:, 3] = 4.0 * (1 + np.arange(16) % 2)
     x[:, 20] = 8.0
     y = np.eye(32, dtype=np.float32)[:, :20] * np.float32(4)
-    left, right = compiled(x, -1, rule)[0].astype(np.float32), compiled(y, -2, rule)[0].astype(np.float32)
+    left, right = (
+        compiled(x, -1, rule)[0].astype(np.float32),
+        compiled(y, -2, rule)[0].astype(np.float32),
+    )
     np.testing.assert_array_equal(left @ right, x @ y)
 
 

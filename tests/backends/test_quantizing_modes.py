@@ -43,33 +43,50 @@ def rounded(x, rule):
     if rule.scaling != "block":
         axis = None if rule.scaling == "tensor" else -1
         peak = np.abs(x).max(axis, keepdims=True, initial=0)
-        scale = np.where(peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones)
+        scale = np.where(
+            peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones
+        )
         scale = up_to_a_power(scale, rule)
         return to_elements(x / scale, rule.elements) * scale.astype(np.float64)
     rows, length = rule.block
     flat = np.atleast_2d(x)
     pads = [(0, 0)] * (flat.ndim - 2) + [(0, -flat.shape[-2] % rows), (0, -k % length)]
     padded = np.pad(flat, pads)
-    blocks = padded.reshape((*padded.shape[:-2], padded.shape[-2] // rows, rows, padded.shape[-1] // length, length))
+    blocks = padded.reshape(
+        (*padded.shape[:-2], padded.shape[-2] // rows, rows, padded.shape[-1] // length, length)
+    )
     peak = np.abs(blocks).max((-3, -1), keepdims=True, initial=0)
     whole = ones
     if rule.block_scale == "float32":
-        scale = np.where(peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones)
+        scale = np.where(
+            peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones
+        )
         scale = up_to_a_power(scale, rule)
     elif rule.block_scale == "e4m3":
         peak_of_all = np.abs(x).max(initial=0)
-        whole = np.maximum(peak_of_all / np.float32(largest * 448), np.finfo(np.float32).tiny) if peak_of_all else ones
-        scale = (peak / np.float32(largest) / whole).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        whole = (
+            np.maximum(peak_of_all / np.float32(largest * 448), np.finfo(np.float32).tiny)
+            if peak_of_all
+            else ones
+        )
+        scale = (
+            (peak / np.float32(largest) / whole).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        )
     else:
         mantissa, exponent = np.frexp(peak)
         exponent = exponent - 1 - rule.number_format.emax
         if rule.block_scale == "rceil":  # the smallest power of two from which no number is clipped
             exponent = exponent + (mantissa * 2 > largest / 2.0**rule.number_format.emax)
-        if rule.block_scale == "even":  # of the peak as it is rounded to the bits of an element, ties up
+        # of the peak as it is rounded to the bits of an element, ties up
+        if rule.block_scale == "even":
             exponent = exponent + (mantissa * 2 >= 2 - 2.0**-rule.number_format.precision)
         scale = np.ldexp(ones, np.clip(np.where(peak > 0, exponent, 0), -127, 127))
     safe = np.where(scale > 0, scale, 1)
-    values = np.where(scale > 0, to_elements(blocks / (safe * whole), rule.elements), 0) * safe * np.float64(whole)
+    values = (
+        np.where(scale > 0, to_elements(blocks / (safe * whole), rule.elements), 0)
+        * safe
+        * np.float64(whole)
+    )
     return values.reshape(padded.shape)[..., : flat.shape[-2], :k].reshape(x.shape)
 
 
@@ -77,7 +94,9 @@ def operands(a, b, mode):
     """Return the numbers that a mode multiplies, in float64."""
     rules = recipes.FORMATS[mode] if isinstance(mode, str) else mode.rules
     inner = -2 if b.ndim > 1 else -1
-    return rounded(a, rules[0]), np.moveaxis(rounded(np.moveaxis(b, inner, -1), rules[1]), -1, inner)
+    return rounded(a, rules[0]), np.moveaxis(
+        rounded(np.moveaxis(b, inner, -1), rules[1]), -1, inner
+    )
 
 
 #: With the scales of other rules.
@@ -90,10 +109,19 @@ SCALED = [
 
 @pytest.mark.parametrize("mode", [*MODES, *SCALED], ids=str)
 def test_products_are_those_of_the_rounded_numbers(mode):
-    for a, b, given, exact, x, y in quantized_cases.products(lambda a, b: operands(a, b, mode), 150):
+    for a, b, given, exact, x, y in quantized_cases.products(
+        lambda a, b: operands(a, b, mode), 150
+    ):
         found = lowprec.matmul(a, b, math_mode=mode, **given)
         assert (found.dtype, found.shape) == (np.float32, exact.shape)
-        assert close(found, exact, 2 * x, y), (mode, a.shape, b.shape, a.strides, b.strides, given.keys())
+        assert close(found, exact, 2 * x, y), (
+            mode,
+            a.shape,
+            b.shape,
+            a.strides,
+            b.strides,
+            given.keys(),
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,7 +153,9 @@ def test_errors_are_within_the_bounds_of_the_plan(mode):
                 for s in ((30, k), (k, 20))
             )
             plan = lowprec.plan(a, b, math_mode=mode)
-            error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - a.astype(float) @ b.astype(float))
+            error = np.linalg.norm(
+                lowprec.matmul(a, b, math_mode=mode) - a.astype(float) @ b.astype(float)
+            )
             size = float(np.linalg.norm(a.astype(float)) * np.linalg.norm(b.astype(float)))
             assert error <= plan.bound.probable * size * (1 + 1e-6) + 1e-30
             assert 0 < plan.bound.probable <= plan.bound.relative
@@ -133,7 +163,9 @@ def test_errors_are_within_the_bounds_of_the_plan(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("x", "y"), [(2.0**-140, 2.0**60), (2.0**-75, 2.0**-75)], ids=["operand", "result"])
+@pytest.mark.parametrize(
+    ("x", "y"), [(2.0**-140, 2.0**60), (2.0**-75, 2.0**-75)], ids=["operand", "result"]
+)
 def test_the_bound_holds_where_numbers_underflow(mode, x, y):
     a, b = np.full((2, 4), x, np.float32), np.full((4, 3), y, np.float32)
     bound = lowprec.plan(a, b, math_mode=mode).bound
@@ -187,7 +219,10 @@ def check_a_prepared_operand(mode):
     prepared._view.ndarray()[...] = np.nan
     assert np.array_equal(lowprec.matmul(a, prepared, math_mode=mode), expected)
     prepared._view.ndarray()[...] = b
-    assert np.array_equal(lowprec.matmul(b.T, prepared.T.T, math_mode="bf16"), lowprec.matmul(b.T, b, math_mode="bf16"))
+    assert np.array_equal(
+        lowprec.matmul(b.T, prepared.T.T, math_mode="bf16"),
+        lowprec.matmul(b.T, b, math_mode="bf16"),
+    )
     assert "keeps its packed b" in str(lowprec.plan(a, prepared, math_mode=mode).prepared)
 
 
@@ -231,7 +266,9 @@ def test_no_finite_number_becomes_infinite(mode):
 
 def test_k_chunk_is_refused_where_k_is_summed_in_pieces():
     a = np.ones((2, 300), np.float32)
-    with pytest.raises(lowprec.UnsupportedError, match="fp8_blocks sums k in pieces of 128; omit k_chunk="):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="fp8_blocks sums k in pieces of 128; omit k_chunk="
+    ):
         lowprec.matmul(a, a.T, math_mode="fp8_blocks", k_chunk=64)
     assert np.allclose(lowprec.matmul(a, a.T, math_mode="mxfp8", k_chunk=64), 300)
 
@@ -240,7 +277,9 @@ def test_rtol_may_choose_integers_by_the_probable_bound():
     a = np.random.default_rng(8).standard_normal((256, 1024), dtype=np.float32)
     able = lowprec.plan(a, a.T, rtol=0.05, bound="probable")
     costs = {x.mode: x.cost for x in able.candidates}
-    assert able.mode == min((x.mode for x in able.candidates if x.bound <= 0.05), key=costs.__getitem__)
+    assert able.mode == min(
+        (x.mode for x in able.candidates if x.bound <= 0.05), key=costs.__getitem__
+    )
     assert {x.mode.value for x in able.candidates}.issuperset(MODES)
     bound = lowprec.plan(a, a.T, math_mode="int8").bound
     assert 0.25 <= bound.relative < 0.27

@@ -83,11 +83,16 @@ def test_fp64_rounds_after_the_epilogue(rng):
     assert lowprec.matmul(a, b, c=c, beta=1.0, math_mode="fp32").item() == 0
 
 
-@pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8), ("float8_e4m3fn", 4)])
+@pytest.mark.parametrize(
+    ("name", "digits"), [("float16", 11), ("bfloat16", 8), ("float8_e4m3fn", 4)]
+)
 def test_fp64_rounds_to_a_narrow_result_once(name, digits):
     """1 + 2^-11 + 2^-30: to float32 it is 1 + 2^-11, a tie of float16's, and would go to even."""
     # An operand of FP8 allows results of FP8.
-    x, y = np.array([[1 + 2.0**-digits, 2.0**-30]], np.float32), np.ones((2, 1), ml_dtypes.float8_e4m3fn)
+    x, y = (
+        np.array([[1 + 2.0**-digits, 2.0**-30]], np.float32),
+        np.ones((2, 1), ml_dtypes.float8_e4m3fn),
+    )
     for sign in (1, -1):
         found = lowprec.matmul(sign * x, y, out_dtype=name, math_mode="fp64")
         assert float(found.item()) == sign * (1 + 2.0 ** (1 - digits))
@@ -126,7 +131,9 @@ def test_k_chunk_must_be_a_length(k_chunk):
 
 def test_integers_have_no_chunks():
     a = np.ones((4, 4), np.int8)
-    with pytest.raises(lowprec.UnsupportedError, match="k_chunk is 2, but int8 products are not summed in chunks"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="k_chunk is 2, but int8 products are not summed in chunks"
+    ):
         lowprec.matmul(a, a, k_chunk=2)
 
 
@@ -177,7 +184,9 @@ def test_ten_thousand_random_problems_are_within_rtol(machine, bound, rng, monke
     monkeypatch.setattr(selection, "expected_cost", lambda plan: -plan.bound.relative)
     names = list(RANDOM_MATRICES)[: -1 if bound == "probable" else None]
     failures, taken = 0, set()
-    emulated = contextlib.nullcontext() if machine not in ARCHITECTURES else lowprec.emulate(machine)
+    emulated = (
+        contextlib.nullcontext() if machine not in ARCHITECTURES else lowprec.emulate(machine)
+    )
     selection.select_mode.cache_clear()
     try:
         with machines.on(machine), emulated:

@@ -37,7 +37,9 @@ def pruned(b):
         *batch, column = index
         for start in range(0, b.shape[-2], 4):
             rows = range(start, min(start + 4, b.shape[-2]))
-            for row, stays in zip(rows, kept([float(b[(*batch, r, column)]) for r in rows]), strict=True):
+            for row, stays in zip(
+                rows, kept([float(b[(*batch, r, column)]) for r in rows]), strict=True
+            ):
                 if not stays and out[(*batch, row, column)] != 0:
                     out[(*batch, row, column)] = 0
     return out
@@ -104,7 +106,9 @@ def test_magnitudes(dtype):
 
 
 def test_nan_payloads_are_equal():
-    b = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0x3F800000], np.uint32).view(np.float32)[:, None]
+    b = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0x3F800000], np.uint32).view(np.float32)[
+        :, None
+    ]
     got = elements(lowprec.prepare(b, sparsity="2:4", prune=True))
     assert got.view(np.uint32)[:, 0].tolist() == [0x7FC00000, 0x7FFFFFFF, 0, 0]
 
@@ -139,7 +143,10 @@ def test_predictions():
     quantised = lowprec.plan(a, prepared, device="h100", math_mode="int8").sparsity
     assert "b as it is stored" in str(quantised)
     text = " ".join(str(lowprec.plan(a, prepared, device="h100")).split())
-    assert "2:4: cuSPARSELt multiplies at most half of b, which takes 0.5625 of its bytes in addition" in text
+    assert (
+        "2:4: cuSPARSELt multiplies at most half of b, which takes 0.5625 of its bytes in addition"
+        in text
+    )
 
 
 def test_violations():
@@ -150,12 +157,15 @@ def test_violations():
     b[1, 7, 2] = np.nan
     b[1, 8:, 1] = 1  # 2 of a shorter last group
     with pytest.raises(
-        lowprec.SparsityError, match=r"b\[1, 4:8, 2\] has 3 nonzero .* first of 1 of 18 groups .*prune=True"
+        lowprec.SparsityError,
+        match=r"b\[1, 4:8, 2\] has 3 nonzero .* first of 1 of 18 groups .*prune=True",
     ):
         lowprec.prepare(b, sparsity="2:4")
     b[0, [4, 5, 6], 0] = 1
     b[0, 7, 0] = -0.0
-    with pytest.raises(lowprec.SparsityError, match=r"b\[0, 4:8, 0\] has 3 nonzero elements, the first of 2 of 18"):
+    with pytest.raises(
+        lowprec.SparsityError, match=r"b\[0, 4:8, 0\] has 3 nonzero elements, the first of 2 of 18"
+    ):
         lowprec.prepare(b, sparsity="2:4")
     wide = np.ones((7, 1), np.int8)
     wide[:2] = 0
@@ -165,16 +175,21 @@ def test_violations():
 
 def test_wrong_arguments():
     b = np.zeros((8, 8), np.float32)
-    with pytest.raises(lowprec.SparsityError, match="sparsity '2;4' is not supported; choose '2:4' or None"):
+    with pytest.raises(
+        lowprec.SparsityError, match="sparsity '2;4' is not supported; choose '2:4' or None"
+    ):
         lowprec.prepare(b, sparsity="2;4")
     with pytest.raises(ValueError, match='prune=True needs sparsity=; pass sparsity="2:4"'):
         lowprec.prepare(b, prune=True)
     for dtype in (np.float64, np.complex64, np.complex128):
         with pytest.raises(
-            lowprec.DTypeError, match=f"dtype {np.dtype(dtype)}, which no sparse unit .* float32, float16"
+            lowprec.DTypeError,
+            match=f"dtype {np.dtype(dtype)}, which no sparse unit .* float32, float16",
         ):
             lowprec.prepare(b.astype(dtype), sparsity="2:4")
-    with pytest.raises(lowprec.UnsupportedError, match="b is a quantised array, which has no sparsity"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="b is a quantised array, which has no sparsity"
+    ):
         lowprec.prepare(lowprec.quantize(b, "fp8"), sparsity="2:4")
     with pytest.raises(lowprec.ShapeError, match=r"shape \(8,\).*pass b\[:, None\]"):
         lowprec.prepare(b[0], sparsity="2:4")
@@ -194,23 +209,37 @@ def test_the_transpose_is_dense_and_its_transpose_sparse(rng):
 
 
 def test_pickles(rng):
-    sparse = lowprec.prepare(numbers(rng, "bfloat16", 16, 8), sparsity="2:4", prune=True, math_mode="bf16")
+    sparse = lowprec.prepare(
+        numbers(rng, "bfloat16", 16, 8), sparsity="2:4", prune=True, math_mode="bf16"
+    )
     for operand in (sparse, sparse.T):
         again = pickle.loads(pickle.dumps(operand))
-        assert (again.sparsity, again.T.sparsity, again.math_mode) == (operand.sparsity, operand.T.sparsity, "bf16")
+        assert (again.sparsity, again.T.sparsity, again.math_mode) == (
+            operand.sparsity,
+            operand.T.sparsity,
+            "bf16",
+        )
         np.testing.assert_array_equal(elements(again), elements(operand))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_arrays_of_other_libraries(rng, library):
-    module = pytest.importorskip("torch" if library == "torch" else "jax.numpy", reason=f"{library} is not installed")
+    module = pytest.importorskip(
+        "torch" if library == "torch" else "jax.numpy", reason=f"{library} is not installed"
+    )
     b = numbers(rng, "float32", 24, 16)
     x = module.asarray(b)
-    np.testing.assert_array_equal(elements(lowprec.prepare(x, sparsity="2:4", prune=True)), pruned(b))
-    np.testing.assert_array_equal(elements(lowprec.prepare(x.T, sparsity="2:4", prune=True)), pruned(b.T))
+    np.testing.assert_array_equal(
+        elements(lowprec.prepare(x, sparsity="2:4", prune=True)), pruned(b)
+    )
+    np.testing.assert_array_equal(
+        elements(lowprec.prepare(x.T, sparsity="2:4", prune=True)), pruned(b.T)
+    )
     np.testing.assert_array_equal(np.asarray(x), b)
     half = x.astype(module.bfloat16) if library == "jax" else x.to(module.bfloat16)
     got = lowprec.matmul(half.T, lowprec.prepare(half, sparsity="2:4", prune=True))
     assert type(got) is type(x)
     want = b.T.astype(np.float64) @ pruned(b)  # small whole numbers, exact in bfloat16 up to 256
-    np.testing.assert_array_equal(np.asarray(got.astype("float32") if library == "jax" else got.float()), want)
+    np.testing.assert_array_equal(
+        np.asarray(got.astype("float32") if library == "jax" else got.float()), want
+    )

@@ -14,11 +14,19 @@ from support.cpu_units import UNITS, needs, units
 LINE = 64
 GUARD = 0xA5
 #: Element types of results, and of operands, by kind of unit.
-RESULTS = {"fp32": ("float32", "bfloat16", "float16"), "bf16": ("float32", "bfloat16", "float16"), "int8": ("int32",)}
+RESULTS = {
+    "fp32": ("float32", "bfloat16", "float16"),
+    "bf16": ("float32", "bfloat16", "float16"),
+    "int8": ("int32",),
+}
 
 cases = pytest.mark.parametrize(
     ("unit", "dtype"),
-    [pytest.param(x, dtype, marks=needs(x), id=f"{x}-{dtype}") for x in UNITS for dtype in RESULTS[x[:4]]],
+    [
+        pytest.param(x, dtype, marks=needs(x), id=f"{x}-{dtype}")
+        for x in UNITS
+        for dtype in RESULTS[x[:4]]
+    ],
 )
 
 
@@ -106,7 +114,9 @@ def test_a_result_without_room_is_named_by_its_shape():
 def test_batches_into_memory_between_guards(n, first, mode):
     """Only rows that all begin at cache lines are streamed: those of 64 or 80 float32, from the first of a line on."""
     rng = np.random.default_rng(n)
-    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((100, 40, 50), (100, 50, n)))
+    a, b = (
+        rng.integers(-3, 4, shape).astype(np.float32) for shape in ((100, 40, 50), (100, 50, n))
+    )
     memory, rows = rows_at(100 * 40, n, 0, first, np.dtype(np.float32))
     out = rows.reshape(100, 40, n, copy=False)
     lowprec.matmul(a, b, out=out, math_mode=mode)

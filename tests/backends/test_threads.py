@@ -57,7 +57,9 @@ def test_many_concurrent_callers():
 
 
 @needs_library
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one CPU, or no masks")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one CPU, or no masks"
+)
 def test_workers_run_on_the_cpus_of_their_caller_and_after_a_fork():
     code = """
         import ctypes, os, threading
@@ -132,7 +134,12 @@ def test_variables_of_blas_act_on_it():
 )
 def test_variables_of_threads(variables, limit, has_openblas, monkeypatch):
     """Variables of OpenBLAS are read where it is not found, as with MKL, Accelerate, and without `/proc`."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LOWPREC_NUM_THREADS"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "LOWPREC_NUM_THREADS",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -170,7 +177,9 @@ def test_the_quotas_of_nested_control_groups(files, cpus, monkeypatch):
     assert threads._cgroup_cpus() == cpus
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks"
+)
 @pytest.mark.parametrize("pinned_first", [True, False])
 def test_the_affinity_is_the_calling_threads(pinned_first, monkeypatch):
     """A pinned thread works alone and leaves others their CPUs."""
@@ -231,7 +240,9 @@ def test_an_idle_process_uses_no_cpu_time():
     assert run_python(code) == "True"
 
 
-needs_openmp = pytest.mark.skipif(sys.platform != "linux" or threads.num_threads() < 2, reason="one CPU, or not Linux")
+needs_openmp = pytest.mark.skipif(
+    sys.platform != "linux" or threads.num_threads() < 2, reason="one CPU, or not Linux"
+)
 
 
 @needs_library

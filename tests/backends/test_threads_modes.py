@@ -31,7 +31,9 @@ def operands():
     values = 1 + np.arange(1, 65, dtype=np.float64) / 64 + 2.0**-9 + 2.0**-12 + 2.0**-20
     values[:8:2] *= 2.0**-30  # too small for float16 next to the others of their row
     a = values.astype(np.float32).reshape(8, 8)
-    results = {oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)}
+    results = {
+        oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)
+    }
     assert len(results) == 4
     return a, np.eye(8, dtype=np.float32)
 
@@ -84,7 +86,9 @@ def test_threads_on_matrices_that_share_the_workers(rng):
     def work(number):
         mode = oracles.ALL_MODES[number % len(oracles.ALL_MODES)]
         want = np.roll(oracles.round_to(a, mode, -1), 1, axis=1)
-        return sum(not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10))
+        return sum(
+            not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10)
+        )
 
     assert in_threads(8, work) == [0] * 8
 

@@ -43,7 +43,9 @@ def with_modes(*modes, numpy=()):
 
 
 def multiplies(unit, fmt):
-    return any(x.requires == unit and fmt in (x.formats or ()) for x in kernels_of(cpuinfo.machine()))
+    return any(
+        x.requires == unit and fmt in (x.formats or ()) for x in kernels_of(cpuinfo.machine())
+    )
 
 
 def assert_runs(unit, a, b, mode):
@@ -56,7 +58,9 @@ def patterns(dtype, rng):
         exponents = np.repeat(np.arange(127 - 24, 127 + 14, dtype=np.uint32), 40)
         fraction = rng.integers(0, 1 << 23, exponents.size, dtype=np.uint32)
         ties = np.where(np.arange(fraction.size) % 2, 0x1000, 0x8000).astype(np.uint32)
-        fraction = np.where(np.arange(fraction.size) % 4 < 2, fraction & ~(ties * 2 - 1) | ties, fraction)
+        fraction = np.where(
+            np.arange(fraction.size) % 4 < 2, fraction & ~(ties * 2 - 1) | ties, fraction
+        )
         sign = rng.integers(0, 2, exponents.size, dtype=np.uint32) << 31
         return (sign | exponents << 23 | fraction).view(np.float32)
     bits = np.arange(1 << 16, dtype=np.uint16).view(dtype)
@@ -68,11 +72,17 @@ def patterns(dtype, rng):
 @float_units
 @pytest.mark.parametrize(
     ("dtype", "mode"),
-    [*(("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")), ("float16", "fp32"), ("bfloat16", "fp32")],
+    [
+        *(("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
+        ("float16", "fp32"),
+        ("bfloat16", "fp32"),
+    ],
 )
 def test_products_of_two_numbers_are_exact(unit, dtype, mode, rng):
     """With at most 22 bits; those of whole float32 numbers are rounded once. In one row, and in many."""
-    if not multiplies(unit, row(MathMode(mode)).operand_format.name if dtype == "float32" else dtype):
+    if not multiplies(
+        unit, row(MathMode(mode)).operand_format.name if dtype == "float32" else dtype
+    ):
         assert unit.startswith("bf16")
         return
     x = patterns(np.dtype(getattr(ml_dtypes, dtype, dtype)), rng)
@@ -124,14 +134,23 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(unit, mode, rng):
     """Of numbers whose parts have few bits the sum of the products that the mode forms is one float32."""
     found = row(MathMode(mode))
     step = 2.0 ** -(found.operand_format.precision - 1)
-    x, y = (1 + rng.integers(0, 2, 40) * step / 16 + rng.integers(0, 2, 40) * step**2 / 16 for _ in "ab")
+    x, y = (
+        1 + rng.integers(0, 2, 40) * step / 16 + rng.integers(0, 2, 40) * step**2 / 16 for _ in "ab"
+    )
     a, b = x.astype(np.float32)[:, None], y.astype(np.float32)[None, :]
-    parts = [numpy_products.split(z, z.dtype, found, found.operand_format, found.parts)[0] for z in (a, b)]
+    parts = [
+        numpy_products.split(z, z.dtype, found, found.operand_format, found.parts)[0]
+        for z in (a, b)
+    ]
     terms = [(i, j, found.factor((i, j))) for i, j in found.pairs]
-    want = sum(f * parts[0][i].astype(np.float64) @ parts[1][j].astype(np.float64) for i, j, f in terms)
+    want = sum(
+        f * parts[0][i].astype(np.float64) @ parts[1][j].astype(np.float64) for i, j, f in terms
+    )
     with machines.only(unit):
         assert_runs(unit, a, b, mode)
-        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), np.asarray(want, np.float32))
+        np.testing.assert_array_equal(
+            lowprec.matmul(a, b, math_mode=mode), np.asarray(want, np.float32)
+        )
 
 
 @with_modes("bf16x6", "tf32x3", "fp16x3")
@@ -151,9 +170,13 @@ def test_small_products_do_not_cost_accuracy(unit, mode, rng):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_gelu_of_numpy_is_rounded_once(x, dtype):
     """In float64 each of the 10 operations, and the exponential, is off by 2^-52 at most, times its argument of 51."""
-    want = x / (1 + np.exp(np.longdouble(-2) * np.sqrt(2 / np.longdouble(np.pi)) * (x + 0.044715 * x**3)))
+    want = x / (
+        1 + np.exp(np.longdouble(-2) * np.sqrt(2 / np.longdouble(np.pi)) * (x + 0.044715 * x**3))
+    )
     with np.errstate(over="ignore"):
-        found, of_infinity = ACTIVATIONS["gelu"].host(np.array([x, -np.inf], dtype), np).astype(dtype)
+        found, of_infinity = (
+            ACTIVATIONS["gelu"].host(np.array([x, -np.inf], dtype), np).astype(dtype)
+        )
     assert of_infinity == 0
     error = abs(found - want)
     assert error <= (np.finfo(dtype).eps / 2 + 64 * 2.0**-52) * abs(want)
@@ -166,7 +189,9 @@ def test_gelu_is_right_to_a_few_units(unit, rng):
     So e^-2y is off by 88 * 7 + 4 times u at most, and the sum and the division add 2. What is given up where y is below
     -44 is at most 10.1 e^-88.
     """
-    x = np.concatenate([np.linspace(-14, 14, 4000), rng.standard_normal(96) * 1e-3]).astype(BFLOAT16)[None]
+    x = np.concatenate([np.linspace(-14, 14, 4000), rng.standard_normal(96) * 1e-3]).astype(
+        BFLOAT16
+    )[None]
     one = np.ones((1, 1), BFLOAT16)
     special = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-36, -1e30, 1e30]], BFLOAT16)
     with machines.only(unit):
@@ -178,7 +203,9 @@ def test_gelu_is_right_to_a_few_units(unit, rng):
     assert (error <= 622 * U * np.abs(want) + 10.1 * np.exp(-88)).all()
     assert (error <= 8 * U * np.abs(want))[np.abs(wide) < 0.5].all()
     large = special.astype(np.float32)[0, -1]
-    np.testing.assert_allclose(of_special, [[np.nan, np.inf, 0, 0, 0, 5e-37, 0, large]], atol=1e-40, rtol=0.01)
+    np.testing.assert_allclose(
+        of_special, [[np.nan, np.inf, 0, 0, 0, 5e-37, 0, large]], atol=1e-40, rtol=0.01
+    )
 
 
 @with_modes("bf16", "bf16x6", "tf32")
@@ -200,7 +227,16 @@ def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(unit, mode
 @int8_units
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 1), (1, 70, 9000), (3, 17, 65), (4, 300, 70), (13, 32, 64), (33, 17, 65), (64, 64, 64), (50, 70, 9000)],
+    [
+        (1, 1, 1),
+        (1, 70, 9000),
+        (3, 17, 65),
+        (4, 300, 70),
+        (13, 32, 64),
+        (33, 17, 65),
+        (64, 64, 64),
+        (50, 70, 9000),
+    ],
 )
 @pytest.mark.parametrize("orders", list(itertools.product("CF", repeat=3)), ids="".join)
 def test_int8_is_exact(unit, shape, orders, rng):
@@ -229,5 +265,7 @@ def test_blocks_and_threads(unit, shape, rng, monkeypatch):
     for count in (1, 2, 7):
         monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
         with machines.only(unit):
-            found = lowprec.matmul(a, b, bias=bias, out_dtype=None if dtype is np.int8 else "float32")
+            found = lowprec.matmul(
+                a, b, bias=bias, out_dtype=None if dtype is np.int8 else "float32"
+            )
         np.testing.assert_array_equal(found, want)

@@ -72,7 +72,9 @@ def test_batches_and_vectors_are_measured_as_a_whole(rng, shape_a, shape_b, dtyp
     exact = x @ y
     assert found.relative == pytest.approx(np.linalg.norm(c - exact) / np.linalg.norm(exact))
     rows, columns = np.atleast_2d(x), y[:, None] if y.ndim == 1 else y
-    scale = np.linalg.norm(np.linalg.norm(rows, axis=(-2, -1)) * np.linalg.norm(columns, axis=(-2, -1)))
+    scale = np.linalg.norm(
+        np.linalg.norm(rows, axis=(-2, -1)) * np.linalg.norm(columns, axis=(-2, -1))
+    )
     assert found.normalised == pytest.approx(np.linalg.norm(c - exact) / scale)
     # FP32 would be within 32 * 2^-24.
     assert 2.0**-19 < found.normalised < found.bound
@@ -116,18 +118,25 @@ def test_numbers_beyond_the_range(rng):
     a = rng.standard_normal((4, 4), dtype=np.float32)
     wrong = a @ a
     wrong[0, 0] = np.inf
-    assert Reference(a, a).compare(wrong, lowprec.plan(a, a)).verdict is Verdict.ABOVE, "nothing explains it"
+    assert Reference(a, a).compare(wrong, lowprec.plan(a, a)).verdict is Verdict.ABOVE, (
+        "nothing explains it"
+    )
     big = np.full((4, 4), 1e30, np.float32)
     result = lowprec.matmul(big, big)
     assert np.isinf(result).all()
     assert Reference(big, big).compare(result, lowprec.plan(big, big)).verdict is Verdict.OVERFLOW
     for value in (np.nan, np.inf):
         a[1, 2] = value
-        assert Reference(a, a).compare(lowprec.matmul(a, a), lowprec.plan(a, a)).verdict is Verdict.NO_NUMBERS
+        assert (
+            Reference(a, a).compare(lowprec.matmul(a, a), lowprec.plan(a, a)).verdict
+            is Verdict.NO_NUMBERS
+        )
 
 
 def test_distributions_fit_their_descriptions():
-    drawn = {n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS}
+    drawn = {
+        n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS
+    }
     normal, positive, wide = drawn["normal"], drawn["positive"], drawn["wide"]
     # 40,000 samples: the mean and the variance are within 5 standard errors (0.005 and 0.007).
     assert abs(normal.mean()) < 0.025

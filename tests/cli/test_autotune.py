@@ -16,7 +16,11 @@ from lowprec.tuning import AutotuneResult
 module = importlib.import_module("lowprec.cli.commands.autotune")
 
 WORDS = ("autotune", "--shapes", "32x16", "16x8")
-TIMED = (AlgorithmTiming(2, 0.5, "id 66"), AlgorithmTiming(1, 0.75, "id 7"), AlgorithmTiming(0, 1.0, "id 21"))
+TIMED = (
+    AlgorithmTiming(2, 0.5, "id 66"),
+    AlgorithmTiming(1, 0.75, "id 7"),
+    AlgorithmTiming(0, 1.0, "id 21"),
+)
 
 
 def _gpu(**facts):
@@ -76,7 +80,9 @@ def test_the_first_library_that_sees_a_gpu_makes_the_arrays(refused, monkeypatch
         cuda=SimpleNamespace(is_available=lambda: sees), **functions
     )
     monkeypatch.setitem(sys.modules, "torch", library(False))
-    monkeypatch.setitem(sys.modules, "cupy", library(True, asarray=lambda host: ("on the GPU", host)))
+    monkeypatch.setitem(
+        sys.modules, "cupy", library(True, asarray=lambda host: ("on the GPU", host))
+    )
     place, made = module._maker()((8, 4), DType.FLOAT32, np.random.default_rng(0))
     assert (place, made.shape, made.dtype) == ("on the GPU", (8, 4), np.float32)
     monkeypatch.setitem(sys.modules, "cupy", None)

@@ -82,7 +82,12 @@ def test_info_as_text_has_everything(command, monkeypatch):
     assert "NVIDIA_TF32_OVERRIDE=0 turns tf32 into fp32." in out
     for entry in found["libraries"] + found["environment"]:
         assert entry["name"] in out
-    for words in (found["devices"][0]["name"], found["cache"] or "none", found["gpu"]["reason"], *found["warnings"]):
+    for words in (
+        found["devices"][0]["name"],
+        found["cache"] or "none",
+        found["gpu"]["reason"],
+        *found["warnings"],
+    ):
         assert words in " ".join(out.split())
 
 
@@ -111,11 +116,15 @@ def test_check_as_json(command):
     assert [case["name"] for case in found["cases"]] == ["normal", "positive", "wide"]
     for case in found["cases"]:
         assert (case["a"]["shape"], case["b"]["shape"]) == ([24, 40], [40, 16])
-        assert [row["mode"] for row in case["rows"]] == [str(m) for m in available_modes() if m != "fp64_emulated"]
+        assert [row["mode"] for row in case["rows"]] == [
+            str(m) for m in available_modes() if m != "fp64_emulated"
+        ]
         for row in case["rows"]:
             assert row["samples"] == 1
         assert case["rows"][0]["speedup"] == 1
-        assert " on this device" in case["summary"] or "no other mode is faster at" in case["summary"]
+        assert (
+            " on this device" in case["summary"] or "no other mode is faster at" in case["summary"]
+        )
 
 
 def test_check_as_text(command, monkeypatch):
@@ -236,14 +245,23 @@ def test_the_plot_of_check_has_every_error_and_bound(command, drawn, tmp_path):
         expected = [[row["speedup"], row["bound"]] for row in case["rows"]]
         assert bounds.get_xydata().tolist() == expected
         points = {line.get_label(): line.get_xydata().tolist() for line in named}
-        assert points == {row["mode"]: [[row["speedup"], row["scaled_error"]]] for row in case["rows"]}
+        assert points == {
+            row["mode"]: [[row["speedup"], row["scaled_error"]]] for row in case["rows"]
+        }
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["guaranteed bound", "fp32", "tf32", "fp16"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "guaranteed bound",
+        "fp32",
+        "tf32",
+        "fp16",
+    ]
 
 
 def test_refused_before_anything_is_measured(refused):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    assert "chosen by the suffix of the path, got 'out.txt'" in refused("check", "--plot", "out.txt")
+    assert "chosen by the suffix of the path, got 'out.txt'" in refused(
+        "check", "--plot", "out.txt"
+    )
 
 
 def test_no_two_modes_look_alike(command, drawn, tmp_path):
@@ -251,11 +269,15 @@ def test_no_two_modes_look_alike(command, drawn, tmp_path):
     assert command("check", *words, "--plot", tmp_path / "out.svg").code == 0
     above, below = drawn[0].axes
     looks = {(line.get_color(), line.get_marker()) for line in above.lines}
-    assert len(looks) == len(above.lines) == len(below.lines) == len(available_modes()) - 1, "all but fp64_emulated"
+    assert len(looks) == len(above.lines) == len(below.lines) == len(available_modes()) - 1, (
+        "all but fp64_emulated"
+    )
 
 
 def test_matplotlib_is_needed_for_a_plot_alone(command, refused, monkeypatch, tmp_path):
     for name in ("matplotlib", "matplotlib.backend_bases"):
         monkeypatch.setitem(sys.modules, name, None)
     assert command(*EXPORTED, "--csv", tmp_path / "out.csv").code == 0
-    assert "pip install matplotlib, or lowprec with its extra plot" in refused("check", "--plot", tmp_path / "out.svg")
+    assert "pip install matplotlib, or lowprec with its extra plot" in refused(
+        "check", "--plot", tmp_path / "out.svg"
+    )

@@ -44,7 +44,9 @@ def test_raw_elements_need_a_dtype(tmp_path, dtype):
 def test_other_elements_are_converted(tmp_path):
     path = str(tmp_path / "a.npy")
     np.save(path, np.array([1.0, 1 + 2**-9, 1e300]))
-    np.testing.assert_array_equal(operands.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf])
+    np.testing.assert_array_equal(
+        operands.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf]
+    )
     np.save(path, np.array([-128, 0, 127]))
     assert operands.read_array(path, DType.INT8).tolist() == [-128, 0, 127]
 
@@ -67,7 +69,9 @@ def test_unusable_operands_are_refused(tmp_path, array, dtype, words):
     path = str(tmp_path / "a.npy")
     with open(path, "wb") as file:
         # The version that names beyond Latin-1 need; save would warn about it.
-        np.lib.format.write_array(file, array, version=(3, 0) if "größe" in str(array.dtype) else None)
+        np.lib.format.write_array(
+            file, array, version=(3, 0) if "größe" in str(array.dtype) else None
+        )
     with pytest.raises(CommandError, match=words):
         operands.read_array(path, dtype)
 
@@ -144,7 +148,9 @@ def test_a_damaged_header_is_reported_in_a_few_words(tmp_path, header, version, 
 
 def test_a_header_of_python_2_is_read(tmp_path):
     path = _with_header(tmp_path / "a.npy", _SHAPED % "(2L, 3L)")
-    np.testing.assert_array_equal(operands.read_array(path), np.zeros((2, 3), np.float32), strict=True)
+    np.testing.assert_array_equal(
+        operands.read_array(path), np.zeros((2, 3), np.float32), strict=True
+    )
 
 
 def test_a_pipe_is_written_into(tmp_path):

@@ -43,7 +43,9 @@ def test_versions_are_those_installed():
         except metadata.PackageNotFoundError:
             assert _named(libraries, name)["status"] in ("missing", "loaded")
             continue
-        assert str(_named(libraries, name)["version"]).partition("+")[0] == version.partition("+")[0]
+        assert (
+            str(_named(libraries, name)["version"]).partition("+")[0] == version.partition("+")[0]
+        )
 
 
 def test_the_cpu_is_this_one():
@@ -55,7 +57,12 @@ def test_the_cpu_is_this_one():
 
 
 def test_measurements_name_the_units(monkeypatch):
-    able = Capabilities("cpu", "a CPU", kernels_of("x86_64"), frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"}))
+    able = Capabilities(
+        "cpu",
+        "a CPU",
+        kernels_of("x86_64"),
+        frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"}),
+    )
     monkeypatch.setattr(cpu_module, "_capabilities", lambda: able)
     found = conditions(load())
     units = [BF16_AVX512.units, INT8_AVX512.units]
@@ -109,13 +116,20 @@ def test_without_tile_units(monkeypatch):
     assert _named(sets, "avx2") == {
         "name": "avx2", "present": True, "used": True, "by": "lowprec's kernels fp32_avx2",
     }  # fmt: skip
-    assert _named(sets, "amx_bf16") == {"name": "amx_bf16", "present": False, "used": False, "by": ""}
+    assert _named(sets, "amx_bf16") == {
+        "name": "amx_bf16",
+        "present": False,
+        "used": False,
+        "by": "",
+    }
     assert any("no tile units: tf32, bf16, fp16, bf16x3" in w for w in found["warnings"])
 
 
 @pytest.mark.usefixtures("x86_64", "another")
 def test_modes_on_vector_units_are_not_those_in_fp32(monkeypatch):
-    monkeypatch.setattr(library, "units", lambda: frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"}))
+    monkeypatch.setattr(
+        library, "units", lambda: frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"})
+    )
     (warning,) = (w for w in info()["warnings"] if "tile units" in w)
     modes = "tf32, fp16, tf32x3, fp16x3, fp16x4, fp16x3_unscaled, fp16x4_unscaled, fp16_karatsuba"
     assert (
@@ -143,7 +157,10 @@ def test_without_kernels(monkeypatch):
     (warning,) = (w for w in found["warnings"] if "kernels (" in w)
     assert warning == f"{why}: products run on NumPy, no faster than fp32 in any mode"
     a = np.ones((3, 3), np.float32)
-    with pytest.warns(lowprec.LowprecWarning, match=r"built without kernels \(no compiler\): products run on NumPy"):
+    with pytest.warns(
+        lowprec.LowprecWarning,
+        match=r"built without kernels \(no compiler\): products run on NumPy",
+    ):
         plan = lowprec.plan(a, a, math_mode="bf16")
     assert plan.kernel_reason == f"NumPy's BLAS; {why}"
 

@@ -120,7 +120,9 @@ def test_settings_already_in_the_environment(started, monkeypatch, words, before
         ("--mode a=fp23 --intercept script.py", "the mode of 'a', 'fp23' is not a math mode"),
         (
             "--mode a.toml --intercept script.py",
-            "cannot read a.toml: No such file or directory (see" if sys.version_info >= (3, 11) else "need Python 3.11",
+            "cannot read a.toml: No such file or directory (see"
+            if sys.version_info >= (3, 11)
+            else "need Python 3.11",
         ),
         ("--force --profile script.py", "--force goes with --mode"),
         ("--guard --verbose script.py", "unrecognized arguments: --verbose"),
@@ -161,7 +163,9 @@ def test_a_pipe_is_left_to_the_program(monkeypatch):
     assert run_command._program(SimpleNamespace(module=[], program=["pipe"])) == ["pipe"]
 
 
-@pytest.mark.parametrize(("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")])
+@pytest.mark.parametrize(
+    ("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")]
+)
 def test_a_python_that_ignores_the_environment_is_refused(refused, monkeypatch, option, flag):
     flags = SimpleNamespace(isolated=0, ignore_environment=0, no_site=0)
     setattr(flags, flag, 1)
@@ -179,7 +183,9 @@ def test_a_python_that_ignores_the_environment_is_refused(refused, monkeypatch, 
         (run_command, "STARTUP", os.pathsep.join("ab"), "PYTHONPATH cannot name it"),
     ],
 )
-def test_a_program_that_cannot_be_started_is_refused(refused, monkeypatch, where, name, value, said):
+def test_a_program_that_cannot_be_started_is_refused(
+    refused, monkeypatch, where, name, value, said
+):
     monkeypatch.setattr(where, name, value)
     assert said in refused("run", *GUARD, write(""))
 
@@ -232,7 +238,10 @@ def test_rules_are_read_from_a_file(started, refused):
     Path("modes.toml").write_text('[rules]\nlm_head = "fp32"\n"*" = "BF16"\n')
     write("")
     found = started("--mode", "modes.toml", "--intercept", "script.py")
-    assert json.loads(found.variables["LOWPREC_RUN_INTERCEPT"]) == [["lm_head", "fp32"], ["*", "bf16"]]
+    assert json.loads(found.variables["LOWPREC_RUN_INTERCEPT"]) == [
+        ["lm_head", "fp32"],
+        ["*", "bf16"],
+    ]
     assert found.variables["LOWPREC_MATH_MODE"] == "bf16"
     Path(found.variables["LOWPREC_RUN_FOLDER"]).rmdir()
     Path("modes.toml").write_text("rules = 3")

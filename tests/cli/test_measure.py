@@ -32,12 +32,16 @@ def clock(monkeypatch):
 
 def test_variants_take_turns_after_an_untimed_call(clock):
     # Every other call is slow: the untimed ones.
-    variants = {n: clock.variant(n, lambda count: 5.0 if count % 2 else 0.25) for n in ("a", "b", "c")}
+    variants = {
+        n: clock.variant(n, lambda count: 5.0 if count % 2 else 0.25) for n in ("a", "b", "c")
+    }
     timings = measure.take_turns(variants, 3, budget=100)
     assert [name for name, _ in clock.calls] == [*"aabbcc", *"bbccaa", *"ccaabb"]
     for name, timing in timings.items():
         assert timing.samples == (0.25, 0.25, 0.25)
-        assert [number for called, number in clock.calls if called == name] == [0, 1, 1, 2, 2, 3], "operands rotate"
+        assert [number for called, number in clock.calls if called == name] == [0, 1, 1, 2, 2, 3], (
+            "operands rotate"
+        )
 
 
 def test_threads_that_spin_do_not_slow_down_the_next_variant(clock, monkeypatch):

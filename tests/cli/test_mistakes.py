@@ -30,8 +30,14 @@ PRODUCT = ("plan", "A.npy", "B.npy")
         ((*PRODUCT, "--mode", "ft32"), "did you mean 'tf32'?"),
         (("check", "--modes", "tf32,bf61"), "did you mean 'bf16'?"),
         ((*PRODUCT, "--dtype", "bflaot16"), "did you mean 'bfloat16'?"),
-        (("info", "--verbose"), "info: unrecognized arguments: --verbose (see lowprec info --help)"),
-        (("run", "--mode", "bf16", "--intercpt", "A.npy"), "--intercpt; did you mean '--intercept'? (see lowprec run"),
+        (
+            ("info", "--verbose"),
+            "info: unrecognized arguments: --verbose (see lowprec info --help)",
+        ),
+        (
+            ("run", "--mode", "bf16", "--intercpt", "A.npy"),
+            "--intercpt; did you mean '--intercept'? (see lowprec run",
+        ),
         (("check", "--size=8"), "unrecognized arguments: --size=8; did you mean '--sizes'?"),
         (("--versoin",), "did you mean '--version'?"),
         ((*PRODUCT, "--mode", "fp4"), "did you mean 'nvfp4'?"),

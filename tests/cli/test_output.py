@@ -45,7 +45,9 @@ def test_a_terminal_gets_a_bold_title(monkeypatch, term):
     output.print_tables([TABLE])
     # The same text with a bold title.
     assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == plain_text(TABLE) + "\n"
-    assert terminal.getvalue().startswith(f"\x1b[1m{TABLE.title}\x1b[0m" if term == "xterm" else TABLE.title)
+    assert terminal.getvalue().startswith(
+        f"\x1b[1m{TABLE.title}\x1b[0m" if term == "xterm" else TABLE.title
+    )
 
 
 def test_a_terminal_shows_the_current_step(monkeypatch):
@@ -55,11 +57,22 @@ def test_a_terminal_shows_the_current_step(monkeypatch):
         step("normal, fp32")
         step("normal, a mode with a long name")
     first, second, last = re.findall(r"\r([^\r]{29})\r", terminal.getvalue())
-    assert (first.rstrip(), second, last.strip()) == ("check 1/2: normal, fp32", "check 2/2: normal, a mode wit", "")
+    assert (first.rstrip(), second, last.strip()) == (
+        "check 1/2: normal, fp32",
+        "check 2/2: normal, a mode wit",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0.0, "0.00 us"), (2.5e-6, "2.50 us"), (1e-3, "1.00 ms"), (0.1234, "123 ms"), (250.0, "250 s")]
+    ("value", "shown"),
+    [
+        (0.0, "0.00 us"),
+        (2.5e-6, "2.50 us"),
+        (1e-3, "1.00 ms"),
+        (0.1234, "123 ms"),
+        (250.0, "250 s"),
+    ],
 )
 def test_seconds(value, shown):
     assert seconds(value) == shown
@@ -105,7 +118,9 @@ def test_a_table_in_a_pipe_has_the_width_of_the_terminal(monkeypatch, stream):
     monkeypatch.delenv("COLUMNS", raising=False)
     with _pseudoterminal(70) as (terminal, _):
         streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: terminal}
-        done = subprocess.run([sys.executable, "-m", "lowprec", *LINE], stdout=subprocess.PIPE, check=True, **streams)
+        done = subprocess.run(
+            [sys.executable, "-m", "lowprec", *LINE], stdout=subprocess.PIPE, check=True, **streams
+        )
     lines = done.stdout.decode().splitlines()
     assert 60 < max(map(len, lines)) <= 70
 
@@ -113,7 +128,16 @@ def test_a_table_in_a_pipe_has_the_width_of_the_terminal(monkeypatch, stream):
 def test_the_report_of_a_run_has_the_width_of_its_terminal(monkeypatch, tmp_path):
     monkeypatch.delenv("COLUMNS", raising=False)
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "lowprec", "run", "--mode", "bf16", "--intercept", tmp_path / "program.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "lowprec",
+        "run",
+        "--mode",
+        "bf16",
+        "--intercept",
+        tmp_path / "program.py",
+    ]
     with _pseudoterminal(70) as (terminal, read):
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         subprocess.run(command, stderr=terminal, check=True, **quiet)
@@ -150,7 +174,9 @@ def test_no_word_is_broken(monkeypatch, tmp_path, rng, words):
         out, err = (_terminal(monkeypatch, stream) for stream in ("stdout", "stderr"))
         monkeypatch.setenv("COLUMNS", str(width))
         main(list(words))
-        shown[width] = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|.*[\r━]", "", out.getvalue() + err.getvalue())
+        shown[width] = re.sub(
+            r"\x1b\[[0-9;?]*[a-zA-Z]|.*[\r━]", "", out.getvalue() + err.getvalue()
+        )
     for width in (40, 80, 120):
         # A narrow table has fewer columns, or headings next to its cells; help has the same words.
         assert set(shown[width].split()) <= set(shown[1000].split())

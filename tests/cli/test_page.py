@@ -37,7 +37,9 @@ def test_the_programs_print_the_output_of_the_page(tmp_path, monkeypatch):
     Path("train.py").write_text(program)
     assert len(LAUNCHES) == 3
     for words in LAUNCHES:
-        done = subprocess.run([sys.executable, "-m", "lowprec", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "lowprec", *words], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert f"$ lowprec {shlex.join(words)}\n{done.stdout}" in PAGE
 

@@ -49,7 +49,10 @@ def test_help(name, command):
 @pytest.mark.parametrize("name", ["", "run"])
 def test_help_needs_no_docstrings(name):
     words = (*MODULE[1:], *filter(None, [name]), "--help")
-    run = [subprocess.run([sys.executable, *o, *words], capture_output=True, check=True) for o in ((), ("-OO",))]
+    run = [
+        subprocess.run([sys.executable, *o, *words], capture_output=True, check=True)
+        for o in ((), ("-OO",))
+    ]
     assert run[0].stdout == run[1].stdout
 
 
@@ -79,10 +82,17 @@ def test_a_table_on_standard_output_is_alone_there(path):
 
 
 #: Each writes to standard output.
-WRITES = [("info",), ("plan", "--shapes", "2x2", "2x2"), ("--help",), ("info", "-h"), ("--version",)]
+WRITES = [
+    ("info",),
+    ("plan", "--shapes", "2x2", "2x2"),
+    ("--help",),
+    ("info", "-h"),
+    ("--version",),
+]
 #: Buffered output fails at the end, unbuffered output at once.
 writes = pytest.mark.parametrize(
-    ("words", "unbuffered"), [(words, unbuffered) for words in WRITES for unbuffered in (False, True)]
+    ("words", "unbuffered"),
+    [(words, unbuffered) for words in WRITES for unbuffered in (False, True)],
 )
 
 
@@ -129,7 +139,10 @@ def test_the_end_of_the_interpreter_adds_nothing():
 @pytest.mark.parametrize("stream", ["closed", "full", "closed with standard input"])
 def test_a_closed_standard_error_changes_no_exit_code(stream):
     with _full_disk() as full:
-        how = {"err": full if stream == "full" else None, "stdin": None if "input" in stream else b""}
+        how = {
+            "err": full if stream == "full" else None,
+            "stdin": None if "input" in stream else b"",
+        }
         mistake = in_child("check", "missing.npy", "B.npy", **how)
         # It has a remark for standard error.
         done = in_child("check", "--sizes", 8, "--rounds", 1, "--dtype", "int8", **how)
@@ -150,7 +163,10 @@ def test_a_name_that_cannot_be_printed(tmp_path, files, encoding, name, monkeypa
         os.rename(files[0], text)
     except OSError:
         pytest.skip("this file system has no such names")
-    for words in (("check", text, "B.npy", "--rounds", 1, "--modes", "bf16"), ("plan", text, "B.npy")):
+    for words in (
+        ("check", text, "B.npy", "--rounds", 1, "--modes", "bf16"),
+        ("plan", text, "B.npy"),
+    ):
         done = in_child(*words, encoding=encoding)
         assert done.code == 0
         assert b"Traceback" not in done.err

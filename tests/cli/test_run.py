@@ -33,7 +33,10 @@ ENDS = {
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
         0,
     ),
-    "a child": ("import os, subprocess, sys\nprint(subprocess.call([sys.executable, '-c', '1/0']))", 0),
+    "a child": (
+        "import os, subprocess, sys\nprint(subprocess.call([sys.executable, '-c', '1/0']))",
+        0,
+    ),
 }
 
 
@@ -56,7 +59,13 @@ print(sorted(sys.modules.keys() - {"atexit"}), list(sys.path_importer_cache))  #
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("-W", "error"), ("-Wdefault", "-Xdev", "-X", "utf8", "-u"), ("-OO", "-bb", "-P"), ("-sB",)],
+    [
+        (),
+        ("-W", "error"),
+        ("-Wdefault", "-Xdev", "-X", "utf8", "-u"),
+        ("-OO", "-bb", "-P"),
+        ("-sB",),
+    ],
     ids=" ".join,
 )
 def test_a_script_sees_itself(options):
@@ -82,7 +91,9 @@ def test_a_folder_and_an_archive_see_themselves():
     same("archive.zip", "argument")
 
 
-@pytest.mark.parametrize("words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join
+)
 def test_errors_of_python_are_unchanged(words):
     Path("empty").mkdir()
     assert same(*words).code != 0

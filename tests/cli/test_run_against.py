@@ -100,7 +100,10 @@ def test_processes_of_the_program_do_not_record():
         (("--guard", "--against", "fp32"), "run: --against goes with --mode"),
         (("--mode", "bf16", "--save", "x.html"), "run: --save goes with --against"),
         ((*UNDER, "--save", "missing/x.html"), "cannot write missing/x.html: the folder"),
-        (("--mode", "bf16", "--against", "fp33"), "argument --against: mode 'fp33' is not a math mode"),
+        (
+            ("--mode", "bf16", "--against", "fp33"),
+            "argument --against: mode 'fp33' is not a math mode",
+        ),
         (("--mode", "bf16", "--against", "fp32", "--", "ls"), "--against compares Python programs"),
     ],
 )
@@ -113,7 +116,11 @@ def test_numbers_are_compared_line_by_line():
         ["step 100 loss 2.5", "layer2 [1e-3, -4.0]", "took 3.5 s, 7 it/s", "norm nan", "x 1"],
         ["step 100 loss 2.0", "layer2 [1e-3, -8.0]", "took 4.5 s, 9 it/s", "norm 2.0", "x 1"],
     )
-    assert [(line.number, line.change) for line in found.lines] == [(4, float("inf")), (2, 0.5), (1, 0.25)]
+    assert [(line.number, line.change) for line in found.lines] == [
+        (4, float("inf")),
+        (2, 0.5),
+        (1, 0.25),
+    ]
     assert found.change == float("inf")
     assert not found.parting
 

@@ -66,7 +66,11 @@ def programs(tmp_path_factory):
             end, integer, more = names[library]
             defined = ["-DBLAS_PREFIX=scipy_", f"-DBLAS_END={end}", f"-DBLAS_INT={integer}", *more]
             made[library] = compiled(
-                tmp_path_factory.mktemp(library), SOURCE, *defined, str(path), f"-Wl,-rpath,{path.parent}"
+                tmp_path_factory.mktemp(library),
+                SOURCE,
+                *defined,
+                str(path),
+                f"-Wl,-rpath,{path.parent}",
             )
         return str(made[library])
 
@@ -111,17 +115,25 @@ def test_a_solver_keeps_its_precision_and_a_child_has_its_own_report(tmp_path):
     assert (seen.code, seen.out) == (3, "1 0\n")
     first, second = re.findall(r": (\d+) taken, (\d+) passed by", seen.err)
     assert (first, second) == (("2", "0"), ("1", "1"))  # the child ends first
-    assert re.search(r"sgemm +\(any shape\) +float32 +1 +50.0%  a solver or a factorisation", seen.err)
+    assert re.search(
+        r"sgemm +\(any shape\) +float32 +1 +50.0%  a solver or a factorisation", seen.err
+    )
 
 
 def test_a_mode_of_another_build_is_refused(programs):
     variables = {"LOWPREC_BLAS": "00", "LD_PRELOAD": preloaded_library()}
     done = subprocess.run(
-        [programs("numpy"), "0"], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+        [programs("numpy"), "0"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0
     reason = "none of fp32, tf32, bf16 and fp16, and not the text of this version"
-    assert done.stderr == f"lowprec: LOWPREC_BLAS is {reason}; the products of program are its own\n"
+    assert (
+        done.stderr == f"lowprec: LOWPREC_BLAS is {reason}; the products of program are its own\n"
+    )
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
@@ -155,7 +167,9 @@ def test_a_mode_without_a_kernel_is_named(programs):
 
 def test_a_python_program_is_numpy_s():
     """Its products are counted once, by ``lowprec.numpy``."""
-    script = write("import numpy as np\nx = np.full((2, 2), 1 + 2.0**-9, np.float32)\nprint((x @ x)[0, 0])")
+    script = write(
+        "import numpy as np\nx = np.full((2, 2), 1 + 2.0**-9, np.float32)\nprint((x @ x)[0, 0])"
+    )
     seen = launched("bf16", sys.executable, script)
     assert seen.out == "2.0\n"
     assert seen.err.count("taken (") == 1
@@ -172,14 +186,17 @@ def test_a_program_without_products_reports_none():
 def test_a_command_without_two_dashes_is_refused_with_the_remedy(refused):
     text = refused("run", "--mode", "bf16", "sort", "x")
     assert (
-        text == "lowprec: cannot read sort: No such file or directory; put -- before a command that is no Python file\n"
+        text
+        == "lowprec: cannot read sort: No such file or directory; put -- before a command that is no Python file\n"
     )
 
 
 def test_a_python_file_after_two_dashes_is_a_script():
     script = write("#!/bin/false\nimport sys\nprint(sys.argv)")
     Path(script).chmod(0o755)
-    assert start("--", f"./{script}", "-x", under=("--mode", "bf16")).out == "['./script.py', '-x']\n"
+    assert (
+        start("--", f"./{script}", "-x", under=("--mode", "bf16")).out == "['./script.py', '-x']\n"
+    )
 
 
 #: Reads m, n and k, alpha, a (row by row) and b (column by column) and writes their product, row by row.
@@ -205,7 +222,9 @@ int main(int, char** words) {
 """
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
+@pytest.mark.parametrize(
+    "mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"]
+)
 @pytest.mark.parametrize("scale", [1.0, 5e37, 1e-38], ids=str)
 def test_a_mode_that_quantises_has_the_bits_of_matmul(product_program, rng, mode, scale):
     m, n, k = 37, 221, 300

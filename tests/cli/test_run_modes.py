@@ -44,7 +44,9 @@ def test_two_copies_of_lowprec():
         "import lowprec, tensorflow\nprint(lowprec.__file__, lowprec.get_math_mode(), tensorflow.switch.tf32)"
     )
     copy = Path("other/lowprec").resolve()
-    shutil.copytree(Path(lowprec.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(lowprec.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     outer = write(f"""
         import os, subprocess, sys
         path = os.pathsep.join([{str(copy.parent)!r}, os.environ["PYTHONPATH"]])
@@ -132,7 +134,10 @@ def test_a_library_that_the_guard_cannot_hold_is_not_imported():
     ("under", "shown"),
     [
         (TF32, "lowprec run --mode tf32 does not reach tensorflow (ImportError: none here); "),
-        (GUARD, "ImportError: lowprec run --guard cannot hold tensorflow at full FP32: ImportError"),
+        (
+            GUARD,
+            "ImportError: lowprec run --guard cannot hold tensorflow at full FP32: ImportError",
+        ),
     ],
     ids=["mode", "guard"],
 )
@@ -165,7 +170,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("under", "shown"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"])
+@pytest.mark.parametrize(
+    ("under", "shown"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"]
+)
 def test_children_are_under_the_mode(under, shown):
     write(LIBRARY, "tensorflow.py")
     places = [*multiprocessing.get_all_start_methods(), "subprocess", "grandchild"]
@@ -320,7 +327,9 @@ def test_products_of_workers_are_in_one_report(method):
     assert seen.code == 0
     assert "8 taken (0 in backward passes), 0 passed by, in 3 processes" in seen.err
     assert seen.err.count("lowprec.torch.intercept(") == 1
-    assert [line.split()[-1] for line in seen.err.splitlines() if line.startswith("  Linear ")] == ["fp32"]
+    assert [line.split()[-1] for line in seen.err.splitlines() if line.startswith("  Linear ")] == [
+        "fp32"
+    ]
 
 
 def test_products_of_a_program_are_shown():
@@ -354,7 +363,10 @@ def test_options_without_effect_are_reported():
         ("import lowprec; lowprec.get_math_mode()", False),
         ("import lowprec; lowprec.matmul(a, a)", True),
         ("import tensorflow", True),
-        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import tensorflow'])", True),
+        (
+            "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import tensorflow'])",
+            True,
+        ),
         ("import os; os.fork()", False),  # reported once
     ],
 )

@@ -83,7 +83,11 @@ def install():
     made = []
 
     def new(capability=(10, 0), devices=1, **words):
-        made.append(device_fixture.SoftwareGpu(software_cuda.install(devices, capability=capability, **words)))
+        made.append(
+            device_fixture.SoftwareGpu(
+                software_cuda.install(devices, capability=capability, **words)
+            )
+        )
         executors.clear_caches()
         return made[-1]
 

@@ -98,7 +98,11 @@ class SoftwareBytes(SoftwareArray):
         return SimpleNamespace(int8=np.int8, permute_dims=None, reshape=None)
 
     def view(self, dtype=None):
-        return super().view() if dtype is None else SoftwareArray(self.address, self.like, self.device, self.owner)
+        return (
+            super().view()
+            if dtype is None
+            else SoftwareArray(self.address, self.like, self.device, self.owner)
+        )
 
 
 class _Block:
@@ -270,7 +274,9 @@ def sgemm(handle, a, b, out):
     views = [library_of(x).view(x) for x in (b, a, out)]
     n = views[0].shape[0]
     first, second, result = (x.address for x in views)
-    libraries.libraries().cublas.sgemm(handle, 0, 0, n, n, n, alpha, first, n, second, n, alpha + 4, result, n)
+    libraries.libraries().cublas.sgemm(
+        handle, 0, 0, n, n, n, alpha, first, n, second, n, alpha + 4, result, n
+    )
 
 
 def has_real_gpu():

@@ -36,7 +36,9 @@ def test_a_consumer_reads_a_result_once_it_is_written(cuda, consumer):
     array, found = new_result(producer), np.zeros_like(NUMBERS)
     runtime.copy_async(array.view().address, NUMBERS.ctypes.data, NUMBERS.nbytes, producer)
     on = {"1": 1, "2": 2, "other": other, "own": producer, "-1": -1}.get(consumer)
-    view = view_of_capsule(array.__dlpack__() if consumer == "default" else array.__dlpack__(stream=on))
+    view = view_of_capsule(
+        array.__dlpack__() if consumer == "default" else array.__dlpack__(stream=on)
+    )
     assert view.device == GPU
     # A consumer that names no stream may read on any, also on one that does not wait for the default stream; one that
     # wants no synchronisation reads where the result is written.

@@ -65,7 +65,10 @@ def test_a_choice_for_fp8_is_one_with_scales(software, cache):
     for dtype in (ml_dtypes.float8_e4m3fn, np.float16):
         x = software.put(A.astype(dtype))
         assert lowprec.autotune(x, x, candidates=2).timed
-    assert {"float8" in key: key.endswith(", scales") for key in entries(cache)} == {True: True, False: False}
+    assert {"float8" in key: key.endswith(", scales") for key in entries(cache)} == {
+        True: True,
+        False: False,
+    }
 
 
 def test_without_a_cache_a_choice_lasts_for_the_process(software, cache, monkeypatch):
@@ -199,10 +202,13 @@ def test_a_lost_device_ends_the_measurements(software, monkeypatch):
 
     monkeypatch.setattr(software.software.cublas_lt, "matmul", lose_the_device, raising=False)
     x = software.put(A)
-    with pytest.raises(lowprec.BackendError, match="cudaStreamIsCapturing failed with cudaErrorIllegalAddress"):
+    with pytest.raises(
+        lowprec.BackendError, match="cudaStreamIsCapturing failed with cudaErrorIllegalAddress"
+    ):
         lowprec.autotune(x, x)
     assert len(tried) == 1
-    assert software.software.count("cuLaunchKernel") == 2  # before the measurements, and in the first one
+    # before the measurements, and in the first one
+    assert software.software.count("cuLaunchKernel") == 2
     software.forgive()
 
 

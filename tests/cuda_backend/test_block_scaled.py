@@ -50,7 +50,11 @@ def install(install, monkeypatch):
 
         def widened(x):
             codes, scales = (gpu.get(y).view(np.uint8) for y in (x.codes, x.scales))
-            wide = gpu.put(QuantizedArray(codes, scales, x.format, x.shape, x.axis, x.scale)._values(1.0).astype(BF16))
+            wide = gpu.put(
+                QuantizedArray(codes, scales, x.format, x.shape, x.axis, x.scale)
+                ._values(1.0)
+                .astype(BF16)
+            )
             return library_of(wide).view(wide)
 
         monkeypatch.setattr(QuantizedArray, "_widened", widened)
@@ -124,7 +128,9 @@ def test_epilogues_batches_and_results(blackwell, rng, name):
 )
 def test_cublaslt_adds_a_bias_to_fp4_only_with_an_activation(name, activation):
     a, b = (lowprec.quantize(np.ones((128, 128), np.float32), name, axis) for axis in (1, 0))
-    plan = lowprec.plan(a, b, bias=lowprec.ShapeDtype((128,), "bfloat16"), activation=activation, device="b200")
+    plan = lowprec.plan(
+        a, b, bias=lowprec.ShapeDtype((128,), "bfloat16"), activation=activation, device="b200"
+    )
     assert runs_on_codes(plan)
     staged = [str(copy.reason) for copy in plan.copies]
     assert bool(staged) is (name == "nvfp4" and activation is None)
@@ -148,10 +154,15 @@ def test_operands_that_are_widened(request, rng, name, capability):
     across, narrow = quantised(rng, (64, 16), name, 1), quantised(rng, (64, 6), name, 0)
     batch = quantised(rng, (2, 16, 64), name, -1), quantised(rng, (2, 64, 16), name, 1)
     for left, right in ((a, b), (few, b), (wide, b), (a, across), (a, narrow), batch):
-        x, y = (gpu.quantized(z) if isinstance(z, QuantizedArray) else gpu.put(z) for z in (left, right))
+        x, y = (
+            gpu.quantized(z) if isinstance(z, QuantizedArray) else gpu.put(z) for z in (left, right)
+        )
         on_codes = (left, right) == (a, b) and name in FORMATS and capability >= (10, 0)
         assert runs_on_codes(lowprec.plan(x, y)) is on_codes
-        exact = [values(z) if isinstance(z, QuantizedArray) else z.astype(np.float64) for z in (left, right)]
+        exact = [
+            values(z) if isinstance(z, QuantizedArray) else z.astype(np.float64)
+            for z in (left, right)
+        ]
         found = oracles.widen(gpu.get(lowprec.matmul(x, y)))
         # One rounding to bfloat16, and sums of 64 products in FP32; of FP8 on tensor cores before 10.0 with 13 bits.
         limit = (2.0**-8 + 2.0**-9) * (np.abs(exact[0]) @ np.abs(exact[1])) + 2.0**-120
@@ -163,9 +174,27 @@ REASONS = [
     ("mxfp4", "mxfp4", "b200", (64, 64, 64), "mxfp8 or nvfp4, not mxfp4 and mxfp4"),
     ("mxfp8", "nvfp4", "b200", (64, 64, 64), "mxfp8 or nvfp4, not mxfp8 and nvfp4"),
     ("nvfp4", None, "b200", (64, 64, 64), "mxfp8 or nvfp4, not nvfp4 and bfloat16"),
-    ("nvfp4", "nvfp4", "b200", (64, 64, 48), "nvfp4 kernels need m and n in multiples of 16, and k of 32"),
-    ("mxfp8", "mxfp8", "rtx-5090", (64, 24, 64), "mxfp8 kernels need m and n in multiples of 16, and k of 32"),
-    ("mxfp8", "mxfp8", "b200", (8, 64, 64), "mxfp8 kernels need m and n in multiples of 16, and k of 32"),
+    (
+        "nvfp4",
+        "nvfp4",
+        "b200",
+        (64, 64, 48),
+        "nvfp4 kernels need m and n in multiples of 16, and k of 32",
+    ),
+    (
+        "mxfp8",
+        "mxfp8",
+        "rtx-5090",
+        (64, 24, 64),
+        "mxfp8 kernels need m and n in multiples of 16, and k of 32",
+    ),
+    (
+        "mxfp8",
+        "mxfp8",
+        "b200",
+        (8, 64, 64),
+        "mxfp8 kernels need m and n in multiples of 16, and k of 32",
+    ),
 ]
 
 
@@ -225,7 +254,9 @@ def test_codes_that_cublaslt_cannot_read(install, rng, change):
         start = 4 - memory.ctypes.data % 16 + 16
         codes = memory[start : start + codes.size].reshape(codes.shape)
         codes[...] = a.codes
-    x = QuantizedArray(gpu.put_bytes(codes), gpu.put_bytes(scales), a.format, a.shape, a.axis, a.scale)
+    x = QuantizedArray(
+        gpu.put_bytes(codes), gpu.put_bytes(scales), a.format, a.shape, a.axis, a.scale
+    )
     y = gpu.quantized(b)
     assert "fallback" in dict(lowprec.plan(x, y).algorithm)
     check(gpu.get(lowprec.matmul(x, y)), a, b, lowprec.plan(a, b))
@@ -240,8 +271,13 @@ def test_special_values(install):
     for name in FORMATS:
         x = np.zeros((16, 64), np.float32)
         x[0, 5], x[1, 40], x[2] = np.nan, 3.0, 1e-30
-        a, b = lowprec.quantize(x, name), lowprec.quantize(np.eye(64, 16, dtype=np.float32), name, 0)
-        found = oracles.widen(gpu.get(lowprec.matmul(gpu.quantized(a), gpu.quantized(b), out_dtype="float32")))
+        a, b = (
+            lowprec.quantize(x, name),
+            lowprec.quantize(np.eye(64, 16, dtype=np.float32), name, 0),
+        )
+        found = oracles.widen(
+            gpu.get(lowprec.matmul(gpu.quantized(a), gpu.quantized(b), out_dtype="float32"))
+        )
         assert np.isnan(found[0]).all()
         np.testing.assert_array_equal(found[1:], (values(a) @ values(b))[1:])
 
@@ -268,7 +304,9 @@ def software(install):
 
 
 def on_cupy(cupy, x):
-    return QuantizedArray(cupy.asarray(x.codes), cupy.asarray(x.scales), x.format, x.shape, x.axis, x.scale)
+    return QuantizedArray(
+        cupy.asarray(x.codes), cupy.asarray(x.scales), x.format, x.shape, x.axis, x.scale
+    )
 
 
 def test_a_graph_needs_the_scales_in_order(cupy, rng):
@@ -326,7 +364,11 @@ def test_codes_on_another_stream(cupy, rng, widened, monkeypatch):
         with cupy.cuda.Stream():
             x = on_cupy(cupy, a)
             y = QuantizedArray(
-                *(StreamedBytes(runtime, z) for z in (b.codes, b.scales)), b.format, b.shape, b.axis, b.scale
+                *(StreamedBytes(runtime, z) for z in (b.codes, b.scales)),
+                b.format,
+                b.shape,
+                b.axis,
+                b.scale,
             )
             product = lowprec.matmul(x, y)
             del x, y

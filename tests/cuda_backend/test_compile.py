@@ -46,7 +46,10 @@ def kernel(**definitions):
 def test_a_missing_compiler_is_named(core):
     core.error = "nvrtc: libnvrtc.so.13 not found\n" + "\n".join(f"line {i}" for i in range(50))
     forget()
-    with pytest.raises(BackendError, match=r"(?s)epilogue was not compiled for sm_90: nvrtc: .*line 6\nNVRTC.*cuda13"):
+    with pytest.raises(
+        BackendError,
+        match=r"(?s)epilogue was not compiled for sm_90: nvrtc: .*line 6\nNVRTC.*cuda13",
+    ):
         kernel(A=1)
 
 
@@ -75,7 +78,9 @@ def test_threads_that_start_together_compile_once(core):
 
 def test_contiguous_matrices_are_one_line(core):
     source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
-    queue_all(prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0), Addresses(a=64, packed_a=128), 1)
+    queue_all(
+        prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0), Addresses(a=64, packed_a=128), 1
+    )
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
     queue_all(prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0), Addresses(product=64, out=128), 1)
     packed, epilogue = core.launched
@@ -124,10 +129,13 @@ def test_a_kernel_that_cannot_be_used_is_compiled_again(damage, core, cache):
     data, old = path.read_bytes(), code + b"old"
     core.refuses = (old,)
     refused = compiling.hashlib.sha256(old).digest() + old
-    path.write_bytes({"cut": data[:-1], "empty": b"", "flipped": data[:-1] + b"?"}.get(damage, refused))
+    path.write_bytes(
+        {"cut": data[:-1], "empty": b"", "flipped": data[:-1] + b"?"}.get(damage, refused)
+    )
     forget()
     with pytest.warns(
-        LowprecWarning, match="epilogue_sm_90.*(it is damaged|CUDA_ERROR_INVALID.*); it is written again"
+        LowprecWarning,
+        match="epilogue_sm_90.*(it is damaged|CUDA_ERROR_INVALID.*); it is written again",
     ):
         assert kernel(A=1).code == code
     assert len(core.compiled) == 2
@@ -141,6 +149,8 @@ def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core, cach
     path.unlink()
     core.refuses = (code,)
     forget()
-    with pytest.raises(BackendError, match=r"cannot load kernel epilogue for sm_90: CUDA_ERROR_INVALID"):
+    with pytest.raises(
+        BackendError, match=r"cannot load kernel epilogue for sm_90: CUDA_ERROR_INVALID"
+    ):
         kernel(A=1)
     assert files(cache) == []

@@ -68,7 +68,10 @@ def widths(variant):
         return Width(128, loads), Width(min(8 * nbytes, 128), max(nbytes // 16, 1))
     if variant.name not in ("pack_groups", "pack_rows", "pack_tiles"):
         return none, none
-    source, out = ITEMSIZE[macros["SOURCE"]], ITEMSIZE[macros["TARGET"]] * (1 + int(macros["PAIRS"]))
+    source, out = (
+        ITEMSIZE[macros["SOURCE"]],
+        ITEMSIZE[macros["TARGET"]] * (1 + int(macros["PAIRS"])),
+    )
     lines = 1 + int(macros["ROTATED"])
     if variant.name == "pack_tiles":  # words of one row or column, next to those of other threads
         return Width(8 * max(2 if out == 16 else 4, source), 1), Width(8 * max(4, out), lines)

@@ -35,17 +35,27 @@ def test_a_thread_has_one_handle(software):
 
 
 #: Names of a handle's getters and setters, with a value that a thread sets.
-STATE = {"stream": None, "math_mode": TF32, "pointer_mode": 1, "atomics_mode": 1, "sm_count_target": 4}
+STATE = {
+    "stream": None,
+    "math_mode": TF32,
+    "pointer_mode": 1,
+    "atomics_mode": 1,
+    "sm_count_target": 4,
+}
 
 
 def state(handle):
-    return {name: int(getattr(libraries.libraries().cublas, f"get_{name}")(handle)) for name in STATE}
+    return {
+        name: int(getattr(libraries.libraries().cublas, f"get_{name}")(handle)) for name in STATE
+    }
 
 
 def change(handle, stream):
     """Set everything that a user may set, as a thread that then ends."""
     for name, value in STATE.items():
-        getattr(libraries.libraries().cublas, f"set_{name}")(handle, stream if value is None else value)
+        getattr(libraries.libraries().cublas, f"set_{name}")(
+            handle, stream if value is None else value
+        )
     if not has_real_gpu():
         libraries.libraries().cublas.set_workspace(handle, 1 << 20, 1 << 20)
     return handle

@@ -44,7 +44,9 @@ def test_a_v100_has_it_in_cuda_12(install):
         ((9, 0), 130000, False), ((12, 0), 130000, False),
     ],
 )  # fmt: skip
-def test_a_cublas_that_may_be_wrong_gives_a_warning(install, monkeypatch, capability, version, warns):
+def test_a_cublas_that_may_be_wrong_gives_a_warning(
+    install, monkeypatch, capability, version, warns
+):
     monkeypatch.setattr(errors, "_given", set())
     gpu = install(capability, version=version)
     x = gpu.put(A)
@@ -53,9 +55,10 @@ def test_a_cublas_that_may_be_wrong_gives_a_warning(install, monkeypatch, capabi
         for _ in range(2):
             np.testing.assert_array_equal(gpu.get(lowprec.matmul(x, x)), oracles.product(A, A))
     words = [str(x.message) for x in caught]
-    assert ["may compute wrong results on compute capability 10.x; install cuBLAS 13.1.0.3" in x for x in words] == (
-        [True] * warns
-    )
+    assert [
+        "may compute wrong results on compute capability 10.x; install cuBLAS 13.1.0.3" in x
+        for x in words
+    ] == ([True] * warns)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)

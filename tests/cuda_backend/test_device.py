@@ -156,7 +156,9 @@ def test_captured_products_of_a_prepared_operand_replay(library, warm):
         library.get(eager)
         out = {} if library.allocates_while_capturing else {"out": eager}
         lowprec.matmul(a, prepared if warm else other, math_mode="bf16", **out)
-        replay, result = library.capture(lambda: lowprec.matmul(a, prepared, math_mode="bf16", **out))
+        replay, result = library.capture(
+            lambda: lowprec.matmul(a, prepared, math_mode="bf16", **out)
+        )
         assert bool(prepared.packed_bytes) == warm
         prepared.release()
         library.write(b, draw(5, N, N))
@@ -226,7 +228,9 @@ def test_reported_fields(gpu, rng):
     assert all(" on " in text and ", summed in " in text for text in units.values()), units
     if not has_real_gpu():
         assert units["fp32"].endswith("no tensor cores")
-        assert all(units[mode].endswith(": tensor cores") for mode in ("tf32", "bf16", "fp16")), units
+        assert all(units[mode].endswith(": tensor cores") for mode in ("tf32", "bf16", "fp16")), (
+            units
+        )
     text = str(lowprec.plan(x, x))
     assert "cuda:0" in text
     found = lowprec.info()

@@ -14,11 +14,20 @@ from software_cuda.emulation import DYNAMIC, Emulation
 from support import machines
 
 KERNELS = {"bf16x9": BF16X9.name, "fp64_emulated": FIXED_POINT.name}
-CASES = [("bf16x9", "float32"), ("bf16x9", "complex64"), ("fp64_emulated", "float64"), ("fp64_emulated", "complex128")]
+CASES = [
+    ("bf16x9", "float32"),
+    ("bf16x9", "complex64"),
+    ("fp64_emulated", "float64"),
+    ("fp64_emulated", "complex128"),
+]
 cases = pytest.mark.parametrize(("mode", "dtype"), CASES)
 
 #: Small products are slower emulated, and then native.
-SIZES = [(512, 512, 512), (2048, 1040, 1024)] if has_real_gpu() else [(1, 1, 40), (33, 17, 40), (64, 48, 100)]
+SIZES = (
+    [(512, 512, 512), (2048, 1040, 1024)]
+    if has_real_gpu()
+    else [(1, 1, 40), (33, 17, 40), (64, 48, 100)]
+)
 
 
 def normal(rng, shape, dtype):
@@ -51,7 +60,10 @@ def check(gpu, a, b, mode, **rest):
     exact = a.astype(wide) @ b.astype(wide)
     squares = 0.0
     for i in np.ndindex(exact.shape[:-2]):
-        norms = [float(np.linalg.norm(np.broadcast_to(v, (*exact.shape[:-2], *v.shape[-2:]))[i])) for v in (a, b)]
+        norms = [
+            float(np.linalg.norm(np.broadcast_to(v, (*exact.shape[:-2], *v.shape[-2:]))[i]))
+            for v in (a, b)
+        ]
         squares += plan.bound.frobenius(*norms, *exact.shape[-2:]) ** 2
     error = float(np.sqrt((np.abs(found.astype(wide) - exact) ** 2).sum()))
     assert 0 < error <= squares**0.5
@@ -64,7 +76,9 @@ def check(gpu, a, b, mode, **rest):
 def test_errors_are_within_the_bound(emulating, rng, mode, dtype, size, order):
     m, n, k = size
     a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
-    a, b = (np.asarray(x, order="F" if o == "t" else "C") for x, o in zip((a, b), order, strict=True))
+    a, b = (
+        np.asarray(x, order="F" if o == "t" else "C") for x, o in zip((a, b), order, strict=True)
+    )
     check(emulating, a, b, mode)
 
 
@@ -79,7 +93,9 @@ def test_batches_and_strides(emulating, rng, mode, dtype):
 @cases
 def test_epilogues(emulating, rng, mode, dtype):
     """Small integers are exact, so wrong addends and factors give wrong numbers."""
-    a, b, c, bias = (rng.integers(-3, 4, s).astype(dtype) for s in ((9, 8), (8, 16), (9, 16), (16,)))
+    a, b, c, bias = (
+        rng.integers(-3, 4, s).astype(dtype) for s in ((9, 8), (8, 16), (9, 16), (16,))
+    )
     x, y, z, w = map(emulating.put, (a, b, c, bias))
     found = lowprec.matmul(x, y, math_mode=mode, alpha=2.0, c=z, beta=-1.0, bias=w)
     np.testing.assert_array_equal(emulating.get(found), 2 * (a @ b) - c + bias)
@@ -110,8 +126,15 @@ def test_a_profile_names_the_format_of_the_parts(install, rng, mode, dtype):
         lowprec.matmul(x, x, math_mode=mode)
     (record,) = profile.records
     assert record.mode_has_effect
-    assert (record.kernel, record.number_format) == (KERNELS[mode], "bfloat16" if mode == "bf16x9" else "int8")
-    assert (record.units_eligible, record.units_used, record.units_reason) == (True, True, "tensor cores")
+    assert (record.kernel, record.number_format) == (
+        KERNELS[mode],
+        "bfloat16" if mode == "bf16x9" else "int8",
+    )
+    assert (record.units_eligible, record.units_used, record.units_reason) == (
+        True,
+        True,
+        "tensor cores",
+    )
 
 
 @cases
@@ -137,9 +160,12 @@ def test_the_descriptor_of_fixed_point_numbers(install, rng, dtype):
     lowprec.matmul(x, x, math_mode="fp64_emulated")
     lt = gpu.software.cublas_lt
     operations, emulations = (
-        [o for o in lt._alive.values() if o.kind == kind] for kind in ("matmul_desc", "emulation_desc")
+        [o for o in lt._alive.values() if o.kind == kind]
+        for kind in ("matmul_desc", "emulation_desc")
     )
-    assert {int.from_bytes(o.attributes[38], "little") for o in operations} == {e.number for e in emulations}
+    assert {int.from_bytes(o.attributes[38], "little") for o in operations} == {
+        e.number for e in emulations
+    }
     assert len(operations) == len(emulations) == 1
     values = {i: int.from_bytes(v, "little") for i, v in emulations[0].attributes.items()}
     assert values == {2: DYNAMIC, 3: 79}
@@ -149,14 +175,19 @@ def test_the_descriptor_of_fixed_point_numbers(install, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.COMPLEX128])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (64, 48, 100), (5000, 3000, 20000), (16384, 16384, 16384)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (64, 48, 100), (5000, 3000, 20000), (16384, 16384, 16384)], ids=str
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_workspace_is_the_documented_bound(dtype, shape, batch):
     m, n, k = shape
     stacked = (batch,) if batch > 1 else ()
     a, b = (OperandSpec.contiguous(dtype, (*stacked, *s)) for s in ((m, k), (k, n)))
     able = machines.gpu((9, 0), 32 << 20, FIXED_POINT.requires)
-    found, plain = (plan_gemm(GemmProblem(a, b), able, lowprec.MathMode(x)).call for x in ("fp64_emulated", "fp32"))
+    found, plain = (
+        plan_gemm(GemmProblem(a, b), able, lowprec.MathMode(x)).call
+        for x in ("fp64_emulated", "fp32")
+    )
     assert found is not None
     assert plain is not None
     wanted = Emulation(max_bits=79).workspace_bytes(n, m, k, batch, is_complex=dtype.is_complex)

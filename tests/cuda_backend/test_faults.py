@@ -60,10 +60,14 @@ CASES = {
     "2:4 sparse": Case(HALVES, sparse, oracles.product(A, SPARSE) + BIAS),
     "int8": Case((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
     "fixed-point emulation": Case(
-        (A.astype(np.float64), B.astype(np.float64)), lambda x, y: lowprec.matmul(x, y, math_mode="fp64_emulated"), TRUE
+        (A.astype(np.float64), B.astype(np.float64)),
+        lambda x, y: lowprec.matmul(x, y, math_mode="fp64_emulated"),
+        TRUE,
     ),
     "no inner dimension": Case(
-        (A[:, :0], B[:0], BIAS), lambda x, y, z: lowprec.matmul(x, y, bias=z), np.broadcast_to(BIAS, (16, 16))
+        (A[:, :0], B[:0], BIAS),
+        lambda x, y, z: lowprec.matmul(x, y, bias=z),
+        np.broadcast_to(BIAS, (16, 16)),
     ),
     "another device": Case((A, B), plain, TRUE, device=1),
     "out over an operand": Case((A, B), lambda x, y: lowprec.matmul(x, y, out=x), TRUE),
@@ -140,6 +144,8 @@ def test_every_call_of_a_warm_product_may_fail(software, name):
 def test_a_missing_algorithm_is_reported(software, monkeypatch):
     start_again()
     monkeypatch.setattr(cublaslt, "search", lambda *_, **__: [])
-    with pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for float32"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="has no algorithm on this device for float32"
+    ):
         run(software, CASES["in place"])
     software.forgive()

@@ -44,7 +44,15 @@ from support.kernel_oracles import (
     with_epilogue,
     with_nans,
 )
-from support.kernel_variants import ADDENDS, EVERY_PACKING, FLOAT8, IN_PARTS, QUANTIZED, REAL, RESULTS
+from support.kernel_variants import (
+    ADDENDS,
+    EVERY_PACKING,
+    FLOAT8,
+    IN_PARTS,
+    QUANTIZED,
+    REAL,
+    RESULTS,
+)
 from support.machines import gpu
 
 STREAM = 1
@@ -137,7 +145,9 @@ def test_more_work_than_blocks(variant, layout, rng):
 @each_of(FEW)
 def test_batches_of_many_dimensions(variant, rng):
     """Five dimensions of which no two are one: more than a launch walks."""
-    array = lay_out(random_bits(rng, variant[0], 1 << 13), (2, 2, 2, 4, 2, 9, 10), "gaps")[..., ::-1, :, :, :]
+    array = lay_out(random_bits(rng, variant[0], 1 << 13), (2, 2, 2, 4, 2, 9, 10), "gaps")[
+        ..., ::-1, :, :, :
+    ]
     for matrices in (array, np.swapaxes(array, -1, -2)):
         check_pack(matrices, packing_of(matrices, *variant, (1, 2)))
 
@@ -234,7 +244,11 @@ def test_every_rounding_of_float32(target):
 @pytest.mark.parametrize("source", [D.FLOAT16, D.BFLOAT16, *FLOAT8])
 @pytest.mark.parametrize("target", [D.FLOAT16, D.BFLOAT16, D.FLOAT32, D.FLOAT64])
 def test_every_number_of_8_and_16_bits(source, target):
-    array = np.arange(1 << source.bits, dtype=f"u{source.itemsize}").view(NUMPY_DTYPES[source]).reshape(1, -1)
+    array = (
+        np.arange(1 << source.bits, dtype=f"u{source.itemsize}")
+        .view(NUMPY_DTYPES[source])
+        .reshape(1, -1)
+    )
     check_pack(array, packing_of(array, source, target, False, "no", (0, 0)))
 
 
@@ -320,7 +334,9 @@ def check_epilogue(
         OperandSpec(bias, (cols,), (bias_stride,)) if bias else None, activation, scaled,
     )  # fmt: skip
     exponents = row[..., :, None] + col[..., None, :] if scaled else None
-    run_epilogue(spec, [memory, target, addend, added, *([row, col] if scaled else [])], alpha, beta)
+    run_epilogue(
+        spec, [memory, target, addend, added, *([row, col] if scaled else [])], alpha, beta
+    )
     want = with_epilogue(spec, values[..., :rows, :cols], addend, added, exponents, alpha, beta)
     if activation == "gelu":
         # Two units in the last place of the result, and of 1 where 1 + tanh cancels.
@@ -352,7 +368,11 @@ def float8_neighbours(dtype, product):
     beyond = codes[-1] + np.array([1, 2, 4]) * (codes[-1] - codes[-2])
     values = np.concatenate([codes, beyond])
     values = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(NUMPY_DTYPES[product])
-    near = [values, np.nextafter(values, values.dtype.type(np.inf)), np.nextafter(values, values.dtype.type(0))]
+    near = [
+        values,
+        np.nextafter(values, values.dtype.type(np.inf)),
+        np.nextafter(values, values.dtype.type(0)),
+    ]
     found = np.concatenate([*near, oracles.nans(values.dtype), np.array([np.inf], values.dtype)])
     return np.concatenate([found, -found]).reshape(1, -1)
 
@@ -370,7 +390,11 @@ def test_results_in_float8_are_rounded_once(product, dtype):
     # Numbers as whole multiples of the last digit's value, which rint rounds as float8 is; both steps are exact.
     with np.errstate(all="ignore"):
         wide = values.astype(np.float64)
-        step = np.exp2(np.maximum(np.frexp(np.where(np.isfinite(wide), wide, 0))[1] - 1, fmt.emin) - fmt.precision + 1)
+        step = np.exp2(
+            np.maximum(np.frexp(np.where(np.isfinite(wide), wide, 0))[1] - 1, fmt.emin)
+            - fmt.precision
+            + 1
+        )
         want = np.rint(wide / step) * step
         want[np.abs(want) > fmt.largest] *= np.inf if fmt.has_infinity else np.nan
     np.testing.assert_array_equal(oracles.widen(out), want)
@@ -393,8 +417,15 @@ def test_addends_that_are_broadcast_unread_or_the_result(rng):
     product = random_numbers(rng, D.FLOAT32, 2 * 8 * 16).reshape(2, 8, 16)
 
     def check(c, beta, out, dtype=D.FLOAT32):
-        want = (product + (c.astype(np.float32) * np.float32(beta) if beta else 0)).astype(out.dtype)
-        run_epilogue(Epilogue(D.FLOAT32, 16, stack_of(out, dtype), stack_of(c, dtype)), [product, out, c], 1.0, beta)
+        want = (product + (c.astype(np.float32) * np.float32(beta) if beta else 0)).astype(
+            out.dtype
+        )
+        run_epilogue(
+            Epilogue(D.FLOAT32, 16, stack_of(out, dtype), stack_of(c, dtype)),
+            [product, out, c],
+            1.0,
+            beta,
+        )
         assert_same_bits(out, want)
 
     for shape in ((16,), (8, 1), (2, 1, 1), (1, 8, 16)):
@@ -426,7 +457,9 @@ def test_activations(out, activation, scaled, rng):
     if out is D.FLOAT64:
         check_epilogue(rng, D.FLOAT64, out, activation=activation)
     else:
-        check_epilogue(rng, D.FLOAT32, out, None, out, activation=activation, alpha=2.5, scaled=scaled)
+        check_epilogue(
+            rng, D.FLOAT32, out, None, out, activation=activation, alpha=2.5, scaled=scaled
+        )
 
 
 @pytest.mark.feature("kernels that apply epilogues")
@@ -440,7 +473,9 @@ def test_integers(bias, activation, rng):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_results_of_many_dimensions(scaled, rng):
     """Five dimensions of which no two are one: more than a launch walks."""
-    check_epilogue(rng, D.FLOAT32, D.FLOAT32, shape=(3, 2, 3, 2, 2, 5, 8), out_layout="gaps", scaled=scaled)
+    check_epilogue(
+        rng, D.FLOAT32, D.FLOAT32, shape=(3, 2, 3, 2, 2, 5, 8), out_layout="gaps", scaled=scaled
+    )
 
 
 @settings(max_examples=60)
@@ -469,7 +504,9 @@ def every_plan(mode):
         return OperandSpec(dtype, shape, (2 * shape[-1], 2)[-len(shape) :])
 
     operands = [dtype for dtype in D if dtype.results]
-    for a, b, out, addend, activation in product(operands, operands, D, (None, *D), (None, *Activation)):
+    for a, b, out, addend, activation in product(
+        operands, operands, D, (None, *D), (None, *Activation)
+    ):
         c = spec(addend, 6, 8) if addend and a is not D.INT8 else None
         problem = GemmProblem(
             spec(a, 6, 10), spec(b, 10, 8), out, spec(out, 6, 8), c, spec(addend, 8) if addend else None,
@@ -489,12 +526,15 @@ def test_plans_use_only_tested_packings_and_epilogues(mode):
         call = plan.call
         assert call is not None
         for x in filter(None, (call.pack_a, call.pack_b)):
-            asked.append((x.source.dtype, x.dtype, x.scaled, x.complex_as) if x.rule is None else x.rule)
+            asked.append(
+                (x.source.dtype, x.dtype, x.scaled, x.complex_as) if x.rule is None else x.rule
+            )
             lines, elements = PACKED[x.complex_as]
             assert x.leading_dimension >= x.source.cols * elements
             assert x.padded_rows >= x.source.rows * lines
         e = epilogue(plan, call)
-        product_dtype = D.FLOAT32 if any(e.factors) else e.product_dtype  # the type of the arithmetic
+        # the type of the arithmetic
+        product_dtype = D.FLOAT32 if any(e.factors) else e.product_dtype
         assert (product_dtype, e.out.dtype) in RESULTS
         added = {(product_dtype, x.dtype) for x in (e.c, e.bias) if x}
         integers = {(D.INT32, D.INT8), (D.INT32, D.INT32)} if e.c is None else set()

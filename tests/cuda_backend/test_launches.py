@@ -50,7 +50,9 @@ def test_calls_of_a_warm_product(software, cupy, name):
     b = b[:, :15].copy() if name == "int8" else b
     n = b.shape[1]
     like = np.int32 if name == "int8" else dtype
-    x, y, out, first, second = (cupy.asarray(z) for z in (a, b, np.zeros((24, n), like), BIAS, 2 * BIAS))
+    x, y, out, first, second = (
+        cupy.asarray(z) for z in (a, b, np.zeros((24, n), like), BIAS, 2 * BIAS)
+    )
     given = {"math_mode": name if name in MODES else "fp32", "out": out}
     if name == "bias":
         given |= {"bias": first, "activation": "relu"}

@@ -63,7 +63,9 @@ def test_loading_a_kernel_does_not_lengthen_the_spinning(software, simulated_tim
         assert timed.median_ms == pytest.approx(0.02 + 64**3 / 1e10, abs=1e-3)
 
 
-def test_spinning_that_is_over_too_early_is_repeated_for_longer(software, simulated_time, monkeypatch):
+def test_spinning_that_is_over_too_early_is_repeated_for_longer(
+    software, simulated_time, monkeypatch
+):
     software.software.switches.first_algorithm = False
     cycles, done = spied(monkeypatch), iter([True, True, True, False])
     monkeypatch.setattr(runtime, "event_is_done", lambda event: next(done, False))
@@ -88,7 +90,10 @@ def test_spinning_has_an_end(software, simulated_time, monkeypatch):
 @pytest.fixture
 def products(software, monkeypatch):
     """The addresses of a, b, c and d of each product, and a function that is called with them before it runs."""
-    cublas_lt, seen = software.software.cublas_lt, SimpleNamespace(addresses=[], check=lambda *_: None)
+    cublas_lt, seen = (
+        software.software.cublas_lt,
+        SimpleNamespace(addresses=[], check=lambda *_: None),
+    )
     multiply = cublas_lt.matmul
     software.software.switches.first_algorithm = False
 
@@ -143,7 +148,10 @@ def test_no_product_reads_cached_operands(software, name, products):
     assert len(used) == len(turns) * (3 if c is None else 4)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(used)))
     # A set is rounded up to the alignment of each array.
-    assert sum(end - start for start, end in used) > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
+    assert (
+        sum(end - start for start, end in used)
+        > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
+    )
 
 
 @pytest.mark.parametrize("reason", ["large", "too little memory"])

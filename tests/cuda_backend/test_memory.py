@@ -74,7 +74,10 @@ def cuda(fresh):
 
 
 def test_a_pool_is_not_made_while_capturing(fresh):
-    with fresh.captured() as stream, pytest.raises(BackendError, match=r"memory pool, .* run it once before capturing"):
+    with (
+        fresh.captured() as stream,
+        pytest.raises(BackendError, match=r"memory pool, .* run it once before capturing"),
+    ):
         memory.temporary(10, 0, stream)
     assert fresh.runtime.pools == {}
 
@@ -88,7 +91,11 @@ def test_temporary_memory_is_freed_in_the_order_of_its_stream(cuda):
             with memory.temporary(1000 * n, 0, stream) as address:
                 pass
             allocated, freed = cuda.logged()
-            assert (allocated[0], allocated[1], allocated[3]) == ("cudaMallocFromPoolAsync", 1000 * n, stream)
+            assert (allocated[0], allocated[1], allocated[3]) == (
+                "cudaMallocFromPoolAsync",
+                1000 * n,
+                stream,
+            )
             assert freed == ("cudaFreeAsync", address, stream)
             cuda.recorder.log.clear()
     assert cuda.addresses() == []
@@ -96,7 +103,11 @@ def test_temporary_memory_is_freed_in_the_order_of_its_stream(cuda):
 
 def test_errors_of_the_work_and_of_freeing(cuda):
     """A failure to free does not replace the error of the work, and its memory is not freed twice."""
-    with cuda.fail("cudaFreeAsync"), pytest.raises(ValueError, match="first"), memory.temporary(10, 0, cuda.first):
+    with (
+        cuda.fail("cudaFreeAsync"),
+        pytest.raises(ValueError, match="first"),
+        memory.temporary(10, 0, cuda.first),
+    ):
         raise ValueError("first")
     with (
         cuda.fail("cudaFreeAsync"),
@@ -114,7 +125,10 @@ def test_a_pool_is_bounded(fresh, monkeypatch):
     memory.allocate(10, GPU, LEGACY)
     monkeypatch.setattr(memory, "_LIMIT_SHARE", 2)
     memory.allocate(10, OTHER_GPU, LEGACY)
-    assert [(x.device, x.threshold) for x in fresh.runtime.pools.values()] == [(0, 128 * MIB), (1, 512 * MIB)]
+    assert [(x.device, x.threshold) for x in fresh.runtime.pools.values()] == [
+        (0, 128 * MIB),
+        (1, 512 * MIB),
+    ]
 
 
 @pytest.mark.parametrize("setting", ["0", "1"])
@@ -125,7 +139,10 @@ def test_results_are_open_to_other_devices_on_request(cuda, monkeypatch, setting
     with memory.temporary(10, 0, cuda.first):
         pass
     allocated = [name for name in cuda.names() if "Malloc" in name]
-    assert allocated == [["cudaMallocFromPoolAsync", "cudaMalloc"][int(setting)], "cudaMallocFromPoolAsync"]
+    assert allocated == [
+        ["cudaMallocFromPoolAsync", "cudaMalloc"][int(setting)],
+        "cudaMallocFromPoolAsync",
+    ]
     memory.release()
     assert cuda.addresses() == []
 
@@ -134,7 +151,10 @@ def test_a_wait_that_fails_loses_no_bytes(cuda, monkeypatch):
     monkeypatch.setattr(memory._pool(0), "_limit", 3 * MIB)
     for _ in range(4):
         memory.allocate(MIB, GPU, cuda.first)
-    with cuda.fail("cudaEventSynchronize"), pytest.raises(BackendError, match="cudaEventSynchronize failed"):
+    with (
+        cuda.fail("cudaEventSynchronize"),
+        pytest.raises(BackendError, match="cudaEventSynchronize failed"),
+    ):
         memory.allocate(10, GPU, cuda.first)
     memory.allocate(10, GPU, cuda.first)
     memory.allocate(10, GPU, cuda.first)  # counts the one before: the limit is still exceeded
@@ -145,7 +165,11 @@ def test_after_a_failed_capture_its_memory_is_not_freed(cuda):
     with cuda.captured() as stream:
         temporary = memory.temporary(10, 0, stream)
         address = temporary.address
-        with cuda.fail("cudaFreeAsync"), pytest.raises(BackendError, match="cudaFreeAsync failed"), temporary:
+        with (
+            cuda.fail("cudaFreeAsync"),
+            pytest.raises(BackendError, match="cudaFreeAsync failed"),
+            temporary,
+        ):
             pass
     memory.release()
     assert ("cudaFree", address) not in cuda.logged()
@@ -168,12 +192,18 @@ def test_dead_arrays_are_freed_after_one_wait_for_their_streams(three_mib):
     cuda.recorder.log.clear()
     third = int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
     memory.allocate(10, GPU, third)  # more than the limit is dead
-    assert cuda.names() == [*["cudaEventSynchronize"] * 2, *["cudaFree"] * 4, "cudaMallocFromPoolAsync"]
+    assert cuda.names() == [
+        *["cudaEventSynchronize"] * 2,
+        *["cudaFree"] * 4,
+        "cudaMallocFromPoolAsync",
+    ]
     assert {x[2] for x in cuda.logged("cudaEventRecord")} == {cuda.first, cuda.second}
     assert not addresses & set(cuda.addresses())
 
 
-@pytest.mark.parametrize("stream", [0, 2, -1], ids=["unknown", "another one in each thread", "none"])
+@pytest.mark.parametrize(
+    "stream", [0, 2, -1], ids=["unknown", "another one in each thread", "none"]
+)
 def test_the_device_is_synchronised_for_streams_that_are_not_known(three_mib, stream):
     cuda, address = three_mib, 0
     for _ in range(4):
@@ -227,7 +257,10 @@ def test_the_device_is_not_waited_for_while_capturing(cuda, monkeypatch):
     for _ in range(2):
         memory.allocate(MIB, GPU, cuda.first)
     with cuda.captured() as stream:
-        with cuda.fail("cudaMallocFromPoolAsync"), pytest.raises(DeviceMemoryError, match=r"less than 20\.0 MiB"):
+        with (
+            cuda.fail("cudaMallocFromPoolAsync"),
+            pytest.raises(DeviceMemoryError, match=r"less than 20\.0 MiB"),
+        ):
             memory.temporary(20 * MIB, 0, stream)
         memory.allocate(10, GPU, stream)
     assert "cudaFree" not in cuda.names()
@@ -250,7 +283,10 @@ def test_a_device_without_pools(fresh):
     with memory.temporary(1000, 0, fresh.first) as address:
         assert fresh.logged() == [("cudaMalloc", 1000)]
     assert address in fresh.addresses()  # the stream may be using it
-    with fresh.captured() as stream, pytest.raises(BackendError, match="cudaDevAttrMemoryPoolsSupported is 0"):
+    with (
+        fresh.captured() as stream,
+        pytest.raises(BackendError, match="cudaDevAttrMemoryPoolsSupported is 0"),
+    ):
         memory.temporary(1000, 0, stream)
     memory.release()
     assert fresh.addresses() == []
@@ -321,7 +357,9 @@ def test_owners_are_held_until_their_work_is_done(cuda):
     memory.keep(fast, cuda.second, GPU)
     del slow, fast
     assert memory.release_finished()  # a slow stream does not delay another
-    assert cuda.runtime.cudaGetLastError() == (0,), "another library would find that an event is not ready"
+    assert cuda.runtime.cudaGetLastError() == (0,), (
+        "another library would find that an event is not ready"
+    )
     assert (slow_alive(), fast_alive()) == (2, 0)
     cuda.drain()
     assert slow_alive() == 2
@@ -398,4 +436,7 @@ def test_the_end_of_the_process_is_quiet():
         sys.kept = memory.allocate(10, device, 1)
         memory.keep([Owner()], 1, device)
     """
-    assert run_python(code, warn="ignore", PYTHONPATH=str(Path(__file__).parents[1])) == "finalizing: False"
+    assert (
+        run_python(code, warn="ignore", PYTHONPATH=str(Path(__file__).parents[1]))
+        == "finalizing: False"
+    )

@@ -62,10 +62,15 @@ def refuse(error, words):
     np.testing.assert_array_equal(lowprec.matmul(host, host), host)
 
 
-@pytest.mark.parametrize("missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"])
+@pytest.mark.parametrize(
+    "missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"]
+)
 def test_python_packages(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    refuse(lowprec.BackendError, r'need nvmath-python.*extra cuda13 \(in a clone: pip install "\.\[cuda13\]"')
+    refuse(
+        lowprec.BackendError,
+        r'need nvmath-python.*extra cuda13 \(in a clone: pip install "\.\[cuda13\]"',
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,10 +78,22 @@ def test_python_packages(monkeypatch, missing):
     [
         (Runtime("cudaErrorNoDevice"), "none is visible.*CUDA_VISIBLE_DEVICES, or keep the arrays"),
         (Runtime("cudaSuccess", 0), "none is visible.*CUDA_VISIBLE_DEVICES, or keep the arrays"),
-        (Runtime("cudaErrorInsufficientDriver", driver=0), "^no NVIDIA driver was found; install one .*, or keep"),
-        (Runtime("cudaErrorInsufficientDriver", driver=12040), r"supports CUDA 12\.4, .* for CUDA 13\.5; .*cuda12"),
-        (Runtime("cudaErrorInitializationError"), r"\(cudaErrorInitializationError: initial.*\).*forked.*spawn"),
-        (Runtime("cudaErrorSystemNotReady"), r"cannot be used \(cudaErrorSystemNotReady: system not.*\); check nvi"),
+        (
+            Runtime("cudaErrorInsufficientDriver", driver=0),
+            "^no NVIDIA driver was found; install one .*, or keep",
+        ),
+        (
+            Runtime("cudaErrorInsufficientDriver", driver=12040),
+            r"supports CUDA 12\.4, .* for CUDA 13\.5; .*cuda12",
+        ),
+        (
+            Runtime("cudaErrorInitializationError"),
+            r"\(cudaErrorInitializationError: initial.*\).*forked.*spawn",
+        ),
+        (
+            Runtime("cudaErrorSystemNotReady"),
+            r"cannot be used \(cudaErrorSystemNotReady: system not.*\); check nvi",
+        ),
     ],
     ids=["no device", "0 devices", "no driver", "old driver", "forked", "not ready"],
 )
@@ -98,5 +115,7 @@ def _absent():
 )
 def test_cublas(monkeypatch, get_version, words):
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaSuccess", 1))
-    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", SimpleNamespace(get_version=get_version))
+    monkeypatch.setitem(
+        sys.modules, "nvmath.bindings.cublasLt", SimpleNamespace(get_version=get_version)
+    )
     refuse(lowprec.BackendError, words)

@@ -63,7 +63,11 @@ def test_b_is_packed_once(gpu, mode):
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3"])
 def test_batches_and_epilogues(gpu, mode):
-    for shape_a, shape_b in (((3, 8, 40), (40, 24)), ((3, 8, 40), (3, 40, 24)), ((8, 40), (3, 40, 24))):
+    for shape_a, shape_b in (
+        ((3, 8, 40), (40, 24)),
+        ((3, 8, 40), (3, 40, 24)),
+        ((8, 40), (3, 40, 24)),
+    ):
         x, y = gpu.put(numbers(np.float32, *shape_a)), gpu.put(numbers(np.float32, *shape_b))
         bias = gpu.put(numbers(np.float32, 24))
         prepared = lowprec.prepare(y, math_mode=mode)

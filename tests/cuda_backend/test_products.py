@@ -14,7 +14,9 @@ from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
-F16, F32, F64, C64, C128, I8 = map(np.dtype, ("float16", "float32", "float64", "complex64", "complex128", "int8"))
+F16, F32, F64, C64, C128, I8 = map(
+    np.dtype, ("float16", "float32", "float64", "complex64", "complex128", "int8")
+)
 
 FLOATS = (F64, F32, F16, BF16, C64, C128)
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
@@ -83,7 +85,8 @@ def test_views(gpu, rng, dtype, mode, layout, which):
     found = gpu.get(lowprec.matmul(x, y, math_mode=mode))
     check_exact(found, oracles.product(a, b).astype(found.dtype))
     call = lowprec.plan(x, y, math_mode=mode).call
-    assert min(call.first.batch_stride, call.second.batch_stride) >= 0  # cuBLASLt does not document negative ones
+    # cuBLASLt does not document negative ones
+    assert min(call.first.batch_stride, call.second.batch_stride) >= 0
 
 
 BATCHES = [
@@ -130,12 +133,22 @@ def test_more_matrices_than_a_call_has(gpu, rng, mode, c):
     a, b, out = (integers(rng, (65_537, *shape), F32) for shape in ((2, 4), (4, 2), (2, 2)))
     true = a @ b + (out if c else 0)
     target = gpu.put(out)
-    lowprec.matmul(gpu.put(a), gpu.put(b), out=target, **({"c": target, "beta": 1.0} if c else {}), math_mode=mode)
+    lowprec.matmul(
+        gpu.put(a),
+        gpu.put(b),
+        out=target,
+        **({"c": target, "beta": 1.0} if c else {}),
+        math_mode=mode,
+    )
     check_exact(gpu.get(target), true)
 
 
 @pytest.mark.feature("batches, and one dimension")
-@named("shapes", [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))], ids=str)
+@named(
+    "shapes",
+    [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))],
+    ids=str,
+)
 def test_products_with_vectors(gpu, rng, shapes):
     a, b = (integers(rng, shape, F32) for shape in shapes)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="bf16"))
@@ -144,7 +157,9 @@ def test_products_with_vectors(gpu, rng, shapes):
 
 
 @pytest.mark.feature("size zero")
-@named("shapes", [((0, 3), (3, 4)), ((2, 0), (0, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))], ids=str)
+@named(
+    "shapes", [((0, 3), (3, 4)), ((2, 0), (0, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))], ids=str
+)
 @named("dtype", [F32, BF16, I8, C64], ids=lambda d: d.name)
 def test_nothing_to_do(gpu, shapes, dtype):
     a, b = (np.ones(shape, dtype) for shape in shapes)
@@ -186,13 +201,19 @@ def test_two_element_types(gpu, rng, pair, mode):
 @pytest.mark.sampled(2)
 def test_out_dtype(gpu, rng, pair, out, mode, size):
     m, k, n = size
-    a, b, c = integers(rng, (m, k), pair[0]), integers(rng, (k, n), pair[1]), integers(rng, (m, n), BF16)
+    a, b, c = (
+        integers(rng, (m, k), pair[0]),
+        integers(rng, (k, n), pair[1]),
+        integers(rng, (m, n), BF16),
+    )
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), out_dtype=out, math_mode=mode))
     assert found.dtype == out
     check_exact(found, oracles.product(a, b).astype(out))
     if E4M3 in pair or E5M2 in pair:
         target = gpu.put(np.zeros((m, n), out))
-        lowprec.matmul(gpu.put(a), gpu.put(b), alpha=2.0, beta=-1.0, c=gpu.put(c), out=target, math_mode=mode)
+        lowprec.matmul(
+            gpu.put(a), gpu.put(b), alpha=2.0, beta=-1.0, c=gpu.put(c), out=target, math_mode=mode
+        )
         check_exact(gpu.get(target), (2 * oracles.product(a, b) - oracles.widen(c)).astype(out))
 
 
@@ -227,7 +248,12 @@ def is_defined(dtype, epilogue):
 @pytest.mark.feature("`alpha`, `beta`, `c`, `out`", "`bias`, `relu`, `gelu`")
 @named(
     ("dtype", "mode", "epilogue"),
-    [(*case, epilogue) for case in CASES for epilogue in EPILOGUES if is_defined(case[0], epilogue)],
+    [
+        (*case, epilogue)
+        for case in CASES
+        for epilogue in EPILOGUES
+        if is_defined(case[0], epilogue)
+    ],
     ids=lambda x: text(x) if isinstance(x, dict) else getattr(x, "name", x),
 )
 @named("batch", [(), (3,)], ids=str)
@@ -268,7 +294,9 @@ def test_addends_broadcast_and_may_be_of_another_type(gpu, rng, shape, dtype):
 def test_complex_factors(gpu, rng):
     for dtype, mode in ((C64, "fp32"), (C64, "bf16"), (C64, "fp16"), (C128, "fp32")):
         a, b, c = (integers(rng, s, dtype) for s in ((5, 8), (8, 6), (5, 6)))
-        found = lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), alpha=1 - 2j, beta=3j, math_mode=mode)
+        found = lowprec.matmul(
+            gpu.put(a), gpu.put(b), c=gpu.put(c), alpha=1 - 2j, beta=3j, math_mode=mode
+        )
         check_exact(gpu.get(found), (1 - 2j) * oracles.product(a, b) + 3j * c)
 
 
@@ -280,7 +308,9 @@ def apart(x, step):
 
 
 @pytest.mark.feature("odd extents and addresses")
-@named(("dtype", "out"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str)
+@named(
+    ("dtype", "out"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str
+)
 def test_a_bias_at_an_odd_address(gpu, rng, dtype, out):
     a, b = integers(rng, (32, 16), dtype), integers(rng, (16, 48), dtype)
     for start in (0, 1, 3):
@@ -360,7 +390,10 @@ def test_scales_of_widened_fp8(gpu, rng, pair):
     which = "scale_a" if pair[0] in (E4M3, E5M2) else "scale_b"
     found = lowprec.matmul(x, y, out_dtype="float32", alpha=3.0, **{which: 0.5})
     check_exact(gpu.get(found), 1.5 * oracles.product(a, b))
-    with pytest.raises(lowprec.UnsupportedError, match=f"{which} is in device memory, but the operands are multiplied"):
+    with pytest.raises(
+        lowprec.UnsupportedError,
+        match=f"{which} is in device memory, but the operands are multiplied",
+    ):
         lowprec.matmul(x, y, **{which: scale})
 
 
@@ -373,7 +406,13 @@ SIZES = [(512, 512, 512), (528, 640, 2048)] if has_real_gpu() else [(24, 40, 17)
 @pytest.mark.feature("mode {mode}")
 @named(
     ("dtype", "mode"),
-    [*((F32, m) for m in MODES), *((C64, m) for m in MODES), (F16, "fp32"), (BF16, "fp32"), (F64, "fp32")],
+    [
+        *((F32, m) for m in MODES),
+        *((C64, m) for m in MODES),
+        (F16, "fp32"),
+        (BF16, "fp32"),
+        (F64, "fp32"),
+    ],
     ids=str,
 )
 @named("one_sign", [False, True], ids=["N(0,1)", "U(0,1)"])
@@ -388,13 +427,17 @@ def test_errors_are_within_the_plan_s_bound(gpu, rng, dtype, mode, one_sign, siz
     a, b = a.astype(dtype), b.astype(dtype)
     x, y = gpu.put(a), gpu.put(b)
     bound = lowprec.plan(x, y, math_mode=mode).bound
-    error = np.linalg.norm(oracles.widen(gpu.get(lowprec.matmul(x, y, math_mode=mode))) - oracles.product(a, b))
+    error = np.linalg.norm(
+        oracles.widen(gpu.get(lowprec.matmul(x, y, math_mode=mode))) - oracles.product(a, b)
+    )
     norms = [float(np.linalg.norm(oracles.widen(v))) for v in (a, b)]
     limit = bound.frobenius(*norms, m, n)
     assert error <= limit
     if mode in ("tf32", "bf16", "fp16") and dtype in (F32, C64):
         # It is the mode's rounding that was done, and not a better one: at least a hundredth of its unit.
-        assert error >= 0.01 * 2.0 ** -(8 if mode == "bf16" else 11) * float(np.linalg.norm(oracles.product(a, b)))
+        assert error >= 0.01 * 2.0 ** -(8 if mode == "bf16" else 11) * float(
+            np.linalg.norm(oracles.product(a, b))
+        )
 
 
 @pytest.mark.feature("mode fp16 beyond float16's range")

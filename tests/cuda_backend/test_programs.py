@@ -94,7 +94,9 @@ def test_sgemm_on_a_handle_of_the_user(gpu):
 def tf32_in_pytorch(torch):
     matmul = torch.backends.cuda.matmul
     # Older versions of PyTorch have the other switch.
-    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    name, value = (
+        ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    )
     before = getattr(matmul, name)
     setattr(matmul, name, value)
     try:
@@ -122,7 +124,11 @@ def tf32_in_jax(jax):
     yield jax.numpy.asarray, jax.numpy.matmul, jax.numpy.linalg.solve
 
 
-PROGRAMS = {"PyTorch": ("torch", tf32_in_pytorch), "CuPy": ("cupy", tf32_in_cupy), "JAX": ("jax", tf32_in_jax)}
+PROGRAMS = {
+    "PyTorch": ("torch", tf32_in_pytorch),
+    "CuPy": ("cupy", tf32_in_cupy),
+    "JAX": ("jax", tf32_in_jax),
+}
 
 
 @pytest.mark.feature("guard: product and solver of {library}")
@@ -131,9 +137,15 @@ def test_products_and_solvers_of_libraries(library, record_property):
     name, allowing = PROGRAMS[library]
     if name == "cupy" and not has_real_gpu():
         pytest.skip("CuPy needs a GPU")
-    with allowing(pytest.importorskip(name, reason=f"{name} is not installed")) as (put, matmul, solve):
+    with allowing(pytest.importorskip(name, reason=f"{name} is not installed")) as (
+        put,
+        matmul,
+        solve,
+    ):
         x, y = put(A), put(B)
-        check_in_and_out(record_property, lambda: error(matmul(x, y)), TF32 if has_real_gpu() else FP32)
+        check_in_and_out(
+            record_property, lambda: error(matmul(x, y)), TF32 if has_real_gpu() else FP32
+        )
         # Its eigenvalues are about 2 to 4: FP32 loses little more than in a product, and TF32 a thousand times as much.
         system = put((A / np.sqrt(N) + 3 * np.eye(N)).astype(np.float32))
         right = put((A / np.sqrt(N) + 3 * np.eye(N)).astype(np.float32) @ B)
@@ -208,7 +220,9 @@ def test_intercept(torch, tensors):
 
 @pytest.mark.feature("`lowprec.matmul` in a compiled graph")
 def test_the_compiled_operator(torch, tensors):
-    compiled = torch.compile(lambda a, b: lowprec.matmul(a, b, math_mode="bf16"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda a, b: lowprec.matmul(a, b, math_mode="bf16"), fullgraph=True, backend="aot_eager"
+    )
     a, b = tensors
     result = compiled(a, b)
     assert torch.equal(result, lowprec.matmul(a, b, math_mode="bf16"))

@@ -58,10 +58,15 @@ def numbers(kind, size, dtype, rng):
 def written(x, packing, at=0):
     """Return the elements and the scales that the kernels write."""
     size = prod(x.shape[:-2]) * packing.matrix_stride
-    out, scales = Guarded.of(size, NUMPY_DTYPES[packing.dtype], at), Guarded.of(packing.scale_bytes // 4, np.float32)
+    out, scales = (
+        Guarded.of(size, NUMPY_DTYPES[packing.dtype], at),
+        Guarded.of(packing.scale_bytes // 4, np.float32),
+    )
     with DeviceCopies(STREAM) as copies:
         source, target, at_scales = (copies.put(y) for y in (x, out.inside, scales.inside))
-        addresses = Addresses(a=source, packed_a=target, scales_a=at_scales, draw_a=packing.rule.stream)
+        addresses = Addresses(
+            a=source, packed_a=target, scales_a=at_scales, draw_a=packing.rule.stream
+        )
         queue_all(prepare_packing(packing, 0), addresses, STREAM)
         copies.fetch()
     out.check()
@@ -72,9 +77,13 @@ def written(x, packing, at=0):
 def quantised(x, rule, target, pad, at=0):
     """Return the lines that the kernels write for vectors along the last axis, padding included, and the scales."""
     shape = (*x.shape[:-2], x.shape[-2] + pad[0], x.shape[-1] + pad[1])
-    packing = quantizing(stack_of(x, dtype_from_name(x.dtype.name)), rule, target, shape[-1], shape[-2])
+    packing = quantizing(
+        stack_of(x, dtype_from_name(x.dtype.name)), rule, target, shape[-1], shape[-2]
+    )
     out, scales = written(x, packing, at)
-    return out.reshape(shape), scales[: prod(x.shape[:-1])].reshape(x.shape[:-1]) if packing.scaled else None
+    return out.reshape(shape), scales[: prod(x.shape[:-1])].reshape(
+        x.shape[:-1]
+    ) if packing.scaled else None
 
 
 def expected(x, rule, target):
@@ -83,7 +92,10 @@ def expected(x, rule, target):
         if rule.block_scale == "float32":  # multiplied in
             high, wide = rule.block
             each = np.repeat(np.repeat(scales, wide, -2), high, -1).swapaxes(-1, -2)
-            values, scales = values.astype(np.float32) * each[..., : x.shape[-2], : x.shape[-1]], None
+            values, scales = (
+                values.astype(np.float32) * each[..., : x.shape[-2], : x.shape[-1]],
+                None,
+            )
         values = values.astype(np.float32).astype(NUMPY_DTYPES[target])
     if rule.has_tensor_scale:
         scales = np.full(x.shape[:-1], scale, np.float32)
@@ -92,7 +104,10 @@ def expected(x, rule, target):
 
 def check(x, rule, target, pad=(0, 0), at=0):
     before = x.copy()
-    (found, scales), (want, want_scales) = quantised(x, rule, target, pad, at), expected(x, rule, target)
+    (found, scales), (want, want_scales) = (
+        quantised(x, rule, target, pad, at),
+        expected(x, rule, target),
+    )
     rows, cols = x.shape[-2:]
     assert_same_bits(np.ascontiguousarray(found[..., :rows, :cols]), want)
     assert not found[..., rows:, :].view(f"u{found.itemsize}").any()
@@ -108,37 +123,55 @@ def check(x, rule, target, pad=(0, 0), at=0):
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_codes_and_scales_are_those_of_the_cpu(rule, rng):
     """Of any strides, contiguous along k, along the vectors or neither, through several tiles and with padding."""
-    for shape, kind in (((3, 5), "bits"), ((2, 33, 150), "scaled"), ((130, 161), "bits"), ((17, 32), "normal")):
+    for shape, kind in (
+        ((3, 5), "bits"),
+        ((2, 33, 150), "scaled"),
+        ((130, 161), "bits"),
+        ((17, 32), "normal"),
+    ):
         for layout, pad in (("rows", (0, 0)), ("columns", (3, 8)), ("every third", (0, 5))):
             x = lay_out(numbers(kind, prod(shape), D.FLOAT32, rng), shape, layout)
             check(x, rule, target_of(rule), pad)
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.block_scale == "e4m3"], ids=name_of)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.block_scale == "e4m3"], ids=name_of
+)
 def test_codes_of_4_bits(rule, rng):
     """Codes of two in a byte and scales in tiles are the rounded numbers, and codes those of stored arrays."""
-    for (rows, cols), kind in (((3, 5), "bits"), ((140, 161), "scaled"), ((33, 32), "bits"), ((17, 300), "normal")):
+    for (rows, cols), kind in (
+        ((3, 5), "bits"),
+        ((140, 161), "scaled"),
+        ((33, 32), "bits"),
+        ((17, 300), "normal"),
+    ):
         x = lay_out(numbers(kind, rows * cols, D.FLOAT32, rng), (rows, cols), "columns")
         tall, wide = -(-rows // 16) * 16, -(-cols // 32) * 32
         packing = quantizing(stack_of(x, D.FLOAT32), rule, D.INT8, wide // 2, tall, "VEC16_UE4M3")
         codes, memory = written(x, packing)
         want, factors = expected(x, rule, D.BFLOAT16)
         assert_same_bits(memory[:rows].copy(), factors)
-        tiles = memory[tall : packing.scale_words].view(np.uint8).reshape(-(-tall // 128), -1, 32, 4, 4)
+        tiles = (
+            memory[tall : packing.scale_words].view(np.uint8).reshape(-(-tall // 128), -1, 32, 4, 4)
+        )
         scales = tiles.transpose(0, 3, 2, 1, 4).reshape(tiles.shape[0] * 128, -1)
         codes = codes.view(np.uint8).reshape(tall, -1)
         if rule == FORMATS["nvfp4"][0]:
             stored = lowprec.quantize(np.ascontiguousarray(x), "nvfp4", 1)
             np.testing.assert_array_equal(codes[:rows, : stored.codes.shape[1]], stored.codes)
-        found = np.stack([codes & 15, codes >> 4], -1).reshape(tall, -1).view(ml_dtypes.float4_e2m1fn)
+        found = (
+            np.stack([codes & 15, codes >> 4], -1).reshape(tall, -1).view(ml_dtypes.float4_e2m1fn)
+        )
         each = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32).repeat(16, 1)
         found = found.astype(np.float32)[:rows, :cols] * each[:rows, :cols]
         assert_same_bits(found.astype(BF16), want)
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize(("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))])
+@pytest.mark.parametrize(
+    ("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))]
+)
 def test_other_types(source, target, rng):
     for name, kind in itertools.product(MODES, ("bits", "normal")):
         x = lay_out(numbers(kind, 40 * 70, source, rng), (40, 70), "columns")
@@ -149,12 +182,16 @@ def test_other_types(source, target, rng):
 @pytest.mark.parametrize("rule", [r for r in RULES if r.hadamard == 0], ids=name_of)
 def test_batches_of_many_dimensions(rule, rng):
     """Five dimensions of which no two are one, more than a launch takes; and broadcast ones."""
-    x = lay_out(numbers("normal", 4000, D.FLOAT32, rng), (2, 3, 2, 3, 2, 5, 18), "rows")[:, ::2, :, ::-2]
+    x = lay_out(numbers("normal", 4000, D.FLOAT32, rng), (2, 3, 2, 3, 2, 5, 18), "rows")[
+        :, ::2, :, ::-2
+    ]
     check(x[..., ::-1, :, :], rule, target_of(rule))
     if rule.is_stochastic:  # the same random numbers for the same matrix
         part = x[:, :1, 0, 0, :1]
         again = np.broadcast_to(part, (2, 3, 4, 5, 18))
-        found, want = (quantised(y, rule, target_of(rule), (0, 0)) for y in (again, np.ascontiguousarray(part)))
+        found, want = (
+            quantised(y, rule, target_of(rule), (0, 0)) for y in (again, np.ascontiguousarray(part))
+        )
         assert_same_bits(found[0], np.broadcast_to(want[0], again.shape).copy())
 
 
@@ -183,7 +220,9 @@ def rounded(x, axis, rule):
 def operands(a, b, mode):
     rules = FORMATS[mode] if isinstance(mode, str) else mode.rules
     draw = 0 if isinstance(mode, str) else mode.draw
-    return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1))
+    return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(
+        b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1)
+    )
 
 
 RECIPES = [
@@ -245,7 +284,9 @@ def check_products(gpu, mode):
 
 
 @pytest.mark.parametrize(
-    "mode", ["fp8_rows", "fp8_blocks", "mxfp8", Recipe(("mxfp8", "mxfp8_e5m2")), "nvfp4", *RECIPES[1::4]], ids=str
+    "mode",
+    ["fp8_rows", "fp8_blocks", "mxfp8", Recipe(("mxfp8", "mxfp8_e5m2")), "nvfp4", *RECIPES[1::4]],
+    ids=str,
 )
 def test_each_block_has_its_scale(any_gpu, mode, rng):
     """Several tiles of scales each way, and blocks of every magnitude."""
@@ -254,7 +295,9 @@ def test_each_block_has_its_scale(any_gpu, mode, rng):
     b *= np.exp2(rng.integers(-8, 9, (22, 280))).repeat(32, 0)[:700]
     found = any_gpu.get(lowprec.matmul(any_gpu.put(a), any_gpu.put(b), math_mode=mode))
     x, y = operands(a, b, mode)
-    units = lowprec.plan(any_gpu.put(a), any_gpu.put(b), math_mode=mode).quantized.inner.bound.relative
+    units = lowprec.plan(
+        any_gpu.put(a), any_gpu.put(b), math_mode=mode
+    ).quantized.inner.bound.relative
     assert close(found, x @ y, x, y, units * has_real_gpu())
 
 
@@ -268,7 +311,10 @@ def test_the_bound_holds(gpu, mode, name, rng):
     plan = lowprec.plan(x, y, math_mode=mode)
     wide = a.astype(np.float64), b.astype(np.float64)
     exact, norms = wide[0] @ wide[1], [float(np.linalg.norm(v)) for v in wide]
-    for found in (lowprec.matmul(x, y, math_mode=mode), lowprec.matmul(x, y, math_mode=mode, out=out)):
+    for found in (
+        lowprec.matmul(x, y, math_mode=mode),
+        lowprec.matmul(x, y, math_mode=mode, out=out),
+    ):
         error = np.linalg.norm(gpu.get(found).astype(np.float64) - exact)
         assert 1e-3 * np.linalg.norm(exact) < error <= plan.bound.frobenius(*norms, 48, 40)
 
@@ -306,7 +352,9 @@ def test_a_prepared_operand_is_quantised_once(gpu, mode, rng):
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "nvfp4", "int8"])
 def test_a_graph_quantises_what_it_finds(software, cupy, mode, rng):
-    first, second, b = (rng.standard_normal(s, np.float32) for s in ((32, 150), (32, 150), (150, 48)))
+    first, second, b = (
+        rng.standard_normal(s, np.float32) for s in ((32, 150), (32, 150), (150, 48))
+    )
     runtime = software.software.runtime
     with cupy.cuda.Stream() as stream:
         x, y, out = cupy.asarray(first), cupy.asarray(b), cupy.empty((32, 48), np.float32)
@@ -367,11 +415,18 @@ UNITS = [
 
 @pytest.mark.parametrize(
     ("device", "mode", "k"),
-    [("b200", "mxfp8", 256), ("h100", "fp8_blocks", 256), ("b200", "nvfp4", 192), ("h100", "fp8", 176)],
+    [
+        ("b200", "mxfp8", 256),
+        ("h100", "fp8_blocks", 256),
+        ("b200", "nvfp4", 192),
+        ("h100", "fp8", 176),
+    ],
 )
 def test_k_is_padded_to_whole_blocks(device, mode, k):
     plan = lowprec.plan(
-        *(lowprec.ShapeDtype(x, "float32") for x in ((64, 176), (176, 64))), math_mode=mode, device=device
+        *(lowprec.ShapeDtype(x, "float32") for x in ((64, 176), (176, 64))),
+        math_mode=mode,
+        device=device,
     )
     assert plan.call.first.rows == plan.call.second.rows == k
 
@@ -400,9 +455,15 @@ def test_units_of_each_device(device, mode, multiplied, modes):
     assert "a kernel quantises it" in str(plan)
     assert plan.call.scale_modes == modes
     assert plan.call.pack_a.nbytes == plan.call.second.nbytes(256 * 256)
-    assert multiplied_format(plan) == multiplied.replace("nvfp4", "bfloat16")  # of which profiles count the units
-    if modes != ("", ""):  # cuBLASLt writes the result, unless a kernel applies the scales of the tensors
-        assert {copy.operand for copy in plan.copies} == {"a", "b", *(["out"] if multiplied == "nvfp4" else [])}
+    # of which profiles count the units
+    assert multiplied_format(plan) == multiplied.replace("nvfp4", "bfloat16")
+    # cuBLASLt writes the result, unless a kernel applies the scales of the tensors
+    if modes != ("", ""):
+        assert {copy.operand for copy in plan.copies} == {
+            "a",
+            "b",
+            *(["out"] if multiplied == "nvfp4" else []),
+        }
 
 
 def test_extents_without_fp8_units():
@@ -411,7 +472,10 @@ def test_extents_without_fp8_units():
         ("mxfp8", 24, 1, "b200", "bfloat16"), ("mxfp8", 32, 2, "b200", "bfloat16"),
         ("nvfp4", 24, 1, "b200", "bfloat16"), ("nvfp4", 32, 2, "b200", "bfloat16"),
     ):  # fmt: skip
-        a, b = lowprec.ShapeDtype((batch, m, 64), "float32"), lowprec.ShapeDtype((batch, 64, 64), "float32")
+        a, b = (
+            lowprec.ShapeDtype((batch, m, 64), "float32"),
+            lowprec.ShapeDtype((batch, 64, 64), "float32"),
+        )
         plan = lowprec.plan(a, b, math_mode=mode, device=device)
         assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
     a = lowprec.ShapeDtype((64, 64), "float32")
@@ -432,7 +496,9 @@ def test_algorithms_for_codes_of_4_bits(any_gpu, refused, monkeypatch, rng):
     assert lowprec.autotune(x, y, math_mode="nvfp4").timed
     left, right = operands(a, b, "nvfp4")
     for each in (y, lowprec.prepare(y, math_mode="nvfp4")):
-        assert close(any_gpu.get(lowprec.matmul(x, each, math_mode="nvfp4")), left @ right, left, right)
+        assert close(
+            any_gpu.get(lowprec.matmul(x, each, math_mode="nvfp4")), left @ right, left, right
+        )
 
 
 @pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks"])
@@ -450,5 +516,7 @@ def test_a_cublaslt_without_the_scale_modes(any_gpu, mode, monkeypatch):
 
 def test_int8_in_blocks_is_refused(gpu):
     x = gpu.put(np.ones((4, 64), np.float32))
-    with pytest.raises(UnsupportedError, match=r"the mode int8_blocks is for CPUs: on a GPU choose int8"):
+    with pytest.raises(
+        UnsupportedError, match=r"the mode int8_blocks is for CPUs: on a GPU choose int8"
+    ):
         lowprec.matmul(x, gpu.put(np.ones((64, 4), np.float32)), math_mode="int8_blocks")

@@ -33,7 +33,9 @@ def real():
         pytest.skip("libcublasLt is not installed (nvidia-cublas, 400 MB and more)")
     library = Real(found)
     if library.version < VERSIONS[0]:
-        pytest.skip(f"libcublasLt is not installed in a version that the software knows: {library.version}")
+        pytest.skip(
+            f"libcublasLt is not installed in a version that the software knows: {library.version}"
+        )
     return library
 
 

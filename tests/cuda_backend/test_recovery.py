@@ -15,7 +15,11 @@ def operands(rng, dtype, *shapes):
     made = []
     for shape in shapes:
         x = rng.standard_normal(shape)
-        made.append((x + 1j * rng.standard_normal(shape)).astype(dtype) if dtype == np.complex64 else x.astype(dtype))
+        made.append(
+            (x + 1j * rng.standard_normal(shape)).astype(dtype)
+            if dtype == np.complex64
+            else x.astype(dtype)
+        )
     return made
 
 
@@ -70,7 +74,8 @@ def test_batches_and_epilogues(gpu, mode, dtype):
 def test_small_products_run_as_one_and_the_leading_one_in_pieces(gpu, mode):
     a = gpu.put(np.ones((64, 2048), np.float32))
     b = gpu.put(np.ones((2048, 64), np.float32))
-    schedule = lowprec.plan(a, b, math_mode=mode, k_chunk=512).schedule  # split by lowprec on every GPU
+    # split by lowprec on every GPU
+    schedule = lowprec.plan(a, b, math_mode=mode, k_chunk=512).schedule
     pieces = [(p.k_start, p.k_stop) for p in schedule if p.pairs == ((0, 0),)]
     assert pieces == [(0, 512), (512, 1024), (1024, 1536), (1536, 2048)]
     before = [p.pairs for p in schedule if p.pairs != ((0, 0),)]
@@ -142,7 +147,11 @@ def test_exact_numbers_of_a_format_have_one_part(gpu, mode, name):
     x, y = gpu.put(narrow), gpu.put(wide)
     plan = lowprec.plan(x, y, math_mode=mode)
     np.testing.assert_allclose(gpu.get(lowprec.matmul(x, y, math_mode=mode)), exact, atol=2e-4)
-    holds = (name == "bfloat16") == ("bf16" in mode) or "tf32" in mode or plan.kernel_row.emulation is not None
+    holds = (
+        (name == "bfloat16") == ("bf16" in mode)
+        or "tf32" in mode
+        or plan.kernel_row.emulation is not None
+    )
     assert (plan.split[0] == 1) is holds
     both = lowprec.matmul(gpu.put(wide.T.copy()), gpu.put(narrow.T.copy()), math_mode=mode)
     np.testing.assert_allclose(gpu.get(both), exact.T, atol=2e-4)
@@ -161,7 +170,11 @@ def test_a_sum_of_no_products_is_zero(gpu, mode):
 @pytest.mark.sampled(2)
 def test_chunks_of_the_inner_dimension_are_summed(gpu, mode, dtype, order):
     rng = np.random.default_rng(0)
-    a, b, c = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,)))
+    a, b, c = (
+        rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,))
+    )
     a, b = laid(a, order[0]), laid(b, order[1])
-    found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), beta=2.0, math_mode=mode, k_chunk=16))
+    found = gpu.get(
+        lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), beta=2.0, math_mode=mode, k_chunk=16)
+    )
     np.testing.assert_array_equal(found, oracles.product(a, b) + 2 * c)

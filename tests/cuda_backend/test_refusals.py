@@ -58,7 +58,10 @@ def refuse_the_first_descriptor(software, function, status, monkeypatch):
 @each_epilogue
 @pytest.mark.parametrize(
     ("function", "status"),
-    [*(("matmul_algo_get_heuristic", x) for x in REFUSALS), *(("matmul", x) for x in (*REFUSALS, 13, 14))],
+    [
+        *(("matmul_algo_get_heuristic", x) for x in REFUSALS),
+        *(("matmul", x) for x in (*REFUSALS, 13, 14)),
+    ],
 )
 def test_epilogues_not_fused_run_in_a_kernel(software, name, status, function, monkeypatch):
     x, y, keywords = software.put(A), software.put(B), given(software, name)
@@ -70,7 +73,9 @@ def test_epilogues_not_fused_run_in_a_kernel(software, name, status, function, m
         found = lowprec.matmul(x, y, **keywords)
     np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
     fallback = dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
-    assert fallback.startswith("a kernel applies the epilogue to a staged product: cuBLASLt 13.1.0 ")
+    assert fallback.startswith(
+        "a kernel applies the epilogue to a staged product: cuBLASLt 13.1.0 "
+    )
     assert "float32 (16, 16) @ float32 (16, 16)" in fallback
     assert ("INVALID_VALUE" in fallback) is (status == INVALID_VALUE)
     assert fallback in str(profile.records[0].algorithm)
@@ -82,7 +87,8 @@ def test_a_fused_epilogue_without_an_algorithm(software, name, monkeypatch):
 
     def none_at_first(*arguments, **keywords):
         asked.append(arguments)
-        return search(*arguments, **keywords) if len(asked) > 2 else []  # with a workspace, and without
+        # with a workspace, and without
+        return search(*arguments, **keywords) if len(asked) > 2 else []
 
     monkeypatch.setattr(cublaslt, "search", none_at_first)
     x, y, keywords = software.put(A), software.put(B), given(software, name)
@@ -119,7 +125,9 @@ def test_the_first_use_tries_the_next_algorithm(software, status):
     assert software.software.count("cublas_lt.matmul") == runs + 1
 
 
-@pytest.mark.parametrize(("uses", "status"), [(0, 3), (1, 13)], ids=["too little memory", "a later use"])
+@pytest.mark.parametrize(
+    ("uses", "status"), [(0, 3), (1, 13)], ids=["too little memory", "a later use"]
+)
 def test_other_failures_are_reported(software, uses, status):
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     software.software.switches.first_algorithm = False
@@ -232,7 +240,9 @@ def test_a_product_is_added_in_place(software):
 # -- no algorithm runs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, ml_dtypes.float8_e4m3fn], ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.int8, ml_dtypes.float8_e4m3fn], ids=lambda x: np.dtype(x).name
+)
 def test_if_no_algorithm_runs_the_first_error_is_reported(software, dtype, monkeypatch):
     def fail(*_):
         raise SoftwareLtError(EXECUTION_FAILED)

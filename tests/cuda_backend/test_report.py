@@ -56,7 +56,10 @@ def test_a_product(load, rng):
 
 def test_rounding(rows):
     rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
-    assert rules == {("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"), ("COMPUTE_32F", "not rounded")}
+    assert rules == {
+        ("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"),
+        ("COMPUTE_32F", "not rounded"),
+    }
 
 
 def test_sums_in_16_bits_are_distinguished(load, software, tmp_path):
@@ -99,7 +102,10 @@ def test_compute_types_and_handles(load):
         "handle, PEDANTIC_MATH": 1e-6,
         "handle, TF32_TENSOR_OP_MATH": tf32,
     }.items():
-        assert error / 2 < found[what]["relative_error"] < 2 * error or found[what]["relative_error"] < error == 1e-6
+        assert (
+            error / 2 < found[what]["relative_error"] < 2 * error
+            or found[what]["relative_error"] < error == 1e-6
+        )
 
 
 class Loaded:
@@ -115,7 +121,9 @@ class Loaded:
 # -- a first contact ------------------------------------------------------------------------------
 
 
-def test_steps_survive_each_other_and_essential_ones_end_the_report(load, rows, software, monkeypatch):
+def test_steps_survive_each_other_and_essential_ones_end_the_report(
+    load, rows, software, monkeypatch
+):
     smoke, arrays = load("gpu.smoke"), load("gpu.arrays")
     monkeypatch.setattr(arrays, "software", software)
     found = rows("smoke")

@@ -52,7 +52,9 @@ def uses_sparse_units(x, y, **given):
 
 @pytest.mark.feature("2:4 sparse operands of float16, bfloat16 and int8")
 @pytest.mark.parametrize(
-    ("dtype", "order"), [(BF16, "C"), (BF16, "F"), (np.float16, "C"), (np.float16, "F"), (np.int8, "F")], ids=str
+    ("dtype", "order"),
+    [(BF16, "C"), (BF16, "F"), (np.float16, "C"), (np.float16, "F"), (np.int8, "F")],
+    ids=str,
 )
 def test_products(gpu, dtype, order):
     b = np.asarray(sparse(0, K, N, dtype=dtype), order=order)
@@ -72,7 +74,9 @@ def test_products(gpu, dtype, order):
 
 @pytest.mark.feature("2:4 sparse operands, pruned, and with an epilogue")
 def test_epilogues(gpu):
-    a, b, c, bias = (draw(i, *shape, dtype=BF16) for i, shape in enumerate([(16, K), (K, N), (16, N), (N,)]))
+    a, b, c, bias = (
+        draw(i, *shape, dtype=BF16) for i, shape in enumerate([(16, K), (K, N), (16, N), (N,)])
+    )
     y = prepared(gpu, b, prune=True)
     product = true(a, lowprec.prepare(b, sparsity="2:4", prune=True)._view.ndarray(), np.float32)
     x, z, u, w = (gpu.put(v) for v in (a, c, bias, bias * 2))
@@ -90,7 +94,11 @@ def test_epilogues(gpu):
 
 
 def test_int8_epilogue(gpu):
-    a, b, bias = draw(0, 32, K, dtype=np.int8), sparse(1, K, N, dtype=np.int8), draw(2, N, dtype=np.int32)
+    a, b, bias = (
+        draw(0, 32, K, dtype=np.int8),
+        sparse(1, K, N, dtype=np.int8),
+        draw(2, N, dtype=np.int32),
+    )
     x, y, u = gpu.put(a), prepared(gpu, np.asfortranarray(b)), gpu.put(bias)
     assert uses_sparse_units(x, y, bias=u, activation="relu")
     found = gpu.get(lowprec.matmul(x, y, bias=u, activation="relu"))
@@ -99,16 +107,79 @@ def test_int8_epilogue(gpu):
 
 #: Shape of ``a``, its leading dimension, shape and type of ``b``, arguments, and words of the plan.
 DENSE = {
-    "rows": ((5, K), K, (K, N), BF16, {}, "needs a in multiples of 8, here (5, 64) with leading dimension 64"),
-    "strides": ((16, K), 68, (K, N), BF16, {}, "needs a in multiples of 8, here (16, 64) with leading dimension 68"),
-    "columns": ((16, K), K, (K, 24), BF16, {}, "needs b in multiples of 16, here (64, 24) with leading dimension 24"),
-    "inner dimension": ((16, 40), 40, (40, N), BF16, {}, "needs b in multiples of 16, here (40, 96)"),
-    "rows of int8": ((32, K), K, (K, N), np.int8, {}, "it is stored: store float16, bfloat16, or int8 in column-major"),
-    "rounded": ((16, K), K, (K, N), np.float32, {"math_mode": "bf16", "out_dtype": "bfloat16"}, "as it is stored"),
-    "float32": ((16, K), K, (K, N), np.float32, {"math_mode": "tf32"}, "for float32 by float32 into float32"),
-    "result": ((16, K), K, (K, N), BF16, {"out_dtype": "float32"}, "for bfloat16 by bfloat16 into float32"),
+    "rows": (
+        (5, K),
+        K,
+        (K, N),
+        BF16,
+        {},
+        "needs a in multiples of 8, here (5, 64) with leading dimension 64",
+    ),
+    "strides": (
+        (16, K),
+        68,
+        (K, N),
+        BF16,
+        {},
+        "needs a in multiples of 8, here (16, 64) with leading dimension 68",
+    ),
+    "columns": (
+        (16, K),
+        K,
+        (K, 24),
+        BF16,
+        {},
+        "needs b in multiples of 16, here (64, 24) with leading dimension 24",
+    ),
+    "inner dimension": (
+        (16, 40),
+        40,
+        (40, N),
+        BF16,
+        {},
+        "needs b in multiples of 16, here (40, 96)",
+    ),
+    "rows of int8": (
+        (32, K),
+        K,
+        (K, N),
+        np.int8,
+        {},
+        "it is stored: store float16, bfloat16, or int8 in column-major",
+    ),
+    "rounded": (
+        (16, K),
+        K,
+        (K, N),
+        np.float32,
+        {"math_mode": "bf16", "out_dtype": "bfloat16"},
+        "as it is stored",
+    ),
+    "float32": (
+        (16, K),
+        K,
+        (K, N),
+        np.float32,
+        {"math_mode": "tf32"},
+        "for float32 by float32 into float32",
+    ),
+    "result": (
+        (16, K),
+        K,
+        (K, N),
+        BF16,
+        {"out_dtype": "float32"},
+        "for bfloat16 by bfloat16 into float32",
+    ),
     "activation": ((16, K), K, (K, N), BF16, {"activation": "relu"}, "a bias alone"),
-    "split": ((16, K), K, (K, N), np.float32, {"math_mode": "bf16x3"}, "one row-major product without a batch"),
+    "split": (
+        (16, K),
+        K,
+        (K, N),
+        np.float32,
+        {"math_mode": "bf16x3"},
+        "one row-major product without a batch",
+    ),
     "batch": ((3, 16, K), K, (3, K, N), BF16, {}, "one row-major product without a batch"),
 }
 
@@ -162,7 +233,9 @@ def test_sparse_and_dense_operands_of_one_layout(software):
     dense = software.put(draw(2, K, N, dtype=BF16))
     for number, b in enumerate((dense, dense, y, dense, y, y)):
         found = software.get(lowprec.matmul(x, b))
-        np.testing.assert_array_equal(found, want if b is y else true(software.get(x), software.get(dense)))
+        np.testing.assert_array_equal(
+            found, want if b is y else true(software.get(x), software.get(dense))
+        )
         assert software.software.count("cusparse_lt.matmul") == (0, 0, 1, 1, 2, 3)[number]
 
 
@@ -192,7 +265,13 @@ def test_prepare_reads_arrays_on_the_device(gpu, layout):
 
 # -- errors of the library, threads and graphs ----------------------------------------------------
 
-CREATES = ("structured_descriptor_init", "dense_descriptor_init", "matmul_descriptor_init", "matmul_plan_init", "init")
+CREATES = (
+    "structured_descriptor_init",
+    "dense_descriptor_init",
+    "matmul_descriptor_init",
+    "matmul_plan_init",
+    "init",
+)
 
 
 @pytest.mark.parametrize("name", ["missing", *CREATES, "pattern", "old device"])
@@ -202,7 +281,8 @@ def test_a_refused_product_is_dense(install, monkeypatch, name):
     if name == "missing":
         missing = RuntimeError("The cusparseLt library was not found")
         monkeypatch.setattr(gpu.software.cusparse_lt, "init", mock.Mock(side_effect=missing))
-    if name == "pattern":  # the check on the device is a second one, in case that the layouts of the two differ
+    # the check on the device is a second one, in case that the layouts of the two differ
+    if name == "pattern":
         b = draw(1, K, N, dtype=BF16)
         y, want = lowprec.prepare(gpu.put(b)), true(draw(0, 16, K, dtype=BF16), b)
         y._view.sparse_axis = -2
@@ -247,7 +327,9 @@ def test_threads(software, cupy, ptds):
         with cupy.cuda.Stream(ptds=ptds):
             x, bias = cupy.asarray(a), cupy.asarray(np.full(N, number, np.float16))
             found = [lowprec.matmul(x, y, bias=bias) for _ in range(10)]
-            return all(np.array_equal(cupy.asnumpy(z), true(a, b) + np.float16(number)) for z in found)
+            return all(
+                np.array_equal(cupy.asnumpy(z), true(a, b) + np.float16(number)) for z in found
+            )
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))

@@ -52,7 +52,10 @@ def test_arrays_known_only_by_dlpack(ordered, mode):
 def test_out_of_a_library_that_reports_no_stream(ordered, mode):
     """It is written in the order of the default stream."""
     out = ordered.array(np.ones_like(A))
-    assert lowprec.matmul(ordered.array(A), ordered.array(B), out=out, c=out, beta=2.0, math_mode=mode) is out
+    assert (
+        lowprec.matmul(ordered.array(A), ordered.array(B), out=out, c=out, beta=2.0, math_mode=mode)
+        is out
+    )
     np.testing.assert_array_equal(out.to_numpy(), TRUE + 2)
 
 
@@ -64,7 +67,9 @@ def test_streams_of_cupy_and_an_array_of_another_library(ordered, cupy, mode):
         with own:
             x, bias = cupy.asarray(A + turn), ordered.array(np.ones(24, np.float32))
             x = lowprec.matmul(x, cupy.asarray(np.eye(24, dtype=np.float32)), math_mode=mode)
-            results.append(lowprec.matmul(x, ordered.array(B), bias=bias, activation="relu", math_mode=mode))
+            results.append(
+                lowprec.matmul(x, ordered.array(B), bias=bias, activation="relu", math_mode=mode)
+            )
             del x, bias
     gc.collect()
     for turn, (own, found) in enumerate(zip(streams, results, strict=True)):
@@ -149,7 +154,11 @@ def test_an_algorithm_that_cannot_be_described(ordered):
     x, y = ordered.array(A), ordered.array(B)
     lowprec.matmul(x, y)
     failing = ordered.fail("matmul_algo_cap_get_attribute")
-    with failing, lowprec.profile(), pytest.raises(BackendError, match="cannot describe the algorithm of"):
+    with (
+        failing,
+        lowprec.profile(),
+        pytest.raises(BackendError, match="cannot describe the algorithm of"),
+    ):
         lowprec.matmul(x, y)
 
 
@@ -173,7 +182,8 @@ def test_a_packed_operand_is_ready_for_every_stream(library, mode):
         b = library.late(B)
         want = library.get(lowprec.matmul(library.late(A), b, math_mode=mode))
         prepared = lowprec.prepare(b, math_mode=mode)
-        first = lowprec.matmul(library.late(A), prepared, math_mode=mode)  # packs it, and is not waited for
+        # packs it, and is not waited for
+        first = lowprec.matmul(library.late(A), prepared, math_mode=mode)
         with library.stream():
             second = library.get(lowprec.matmul(library.late(A), prepared, math_mode=mode))
         np.testing.assert_array_equal(second, want)

@@ -109,7 +109,9 @@ def test_cached_memory_is_used_for_results(small):
     a, b = tall_and_wide(1536)
     found = lowprec.matmul(small.put(a), small.put(b))
     np.testing.assert_array_equal(small.get(found), a @ b)
-    with pytest.raises(lowprec.DeviceMemoryError, match=r"cuda:0 has less than 64\.0 MiB of free memory"):
+    with pytest.raises(
+        lowprec.DeviceMemoryError, match=r"cuda:0 has less than 64\.0 MiB of free memory"
+    ):
         lowprec.matmul(*(small.put(x) for x in tall_and_wide(4096)))
 
 

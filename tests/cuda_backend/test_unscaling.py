@@ -51,7 +51,9 @@ def test_one_wait_for_a_step_and_no_kernel_of_lowprec(software, cupy):
     for _ in range(3):
         before, waits = software.calls_made(), cupy.waits
         scaler.unscale(grads, out=grads)
-        assert not any("Launch" in x or "Synchronize" in x for x in software.software.calls[before:])
+        assert not any(
+            "Launch" in x or "Synchronize" in x for x in software.software.calls[before:]
+        )
         assert cupy.waits == waits
         assert scaler.step(lambda: "stepped") == "stepped"
         assert not scaler.found_inf

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```python *(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE)
+_FRAMEWORK = re.compile(
+    r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,17 @@ def blocks_of(page):
     """Return the Python blocks of one page, in order."""
     text = page.read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"]) for m in _FENCE.finditer(text)
+        Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"])
+        for m in _FENCE.finditer(text)
     ]
 
 
 BLOCKS = {page.relative_to(ROOT).as_posix(): blocks_of(page) for page in PAGES}
-RUNNABLE = {name: run for name, blocks in BLOCKS.items() if (run := [b for b in blocks if b.flag != "no-run"])}
+RUNNABLE = {
+    name: run
+    for name, blocks in BLOCKS.items()
+    if (run := [b for b in blocks if b.flag != "no-run"])
+}
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
@@ -84,7 +91,12 @@ def test_flags_are_known():
 
 
 def test_readme_and_docs_show_code():
-    assert {"README.md", "docs/quickstart.md", "docs/modes.md", "docs/precedence.md"} <= RUNNABLE.keys()
+    assert {
+        "README.md",
+        "docs/quickstart.md",
+        "docs/modes.md",
+        "docs/precedence.md",
+    } <= RUNNABLE.keys()
 
 
 def test_reference_names_everything_public():

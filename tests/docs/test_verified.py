@@ -43,7 +43,10 @@ def test_nothing_is_seen_without_a_report(verified):
 
 
 def test_the_summary_counts_the_features_that_worked(verified):
-    good, bad = {"feature": "stored as float64"}, {"feature": "batches, and one dimension", "ok": False}
+    good, bad = (
+        {"feature": "stored as float64"},
+        {"feature": "batches, and one dimension", "ok": False},
+    )
     total = sum(map(len, verified.FEATURES.values()))
     said = verified.summary([_report(good, bad)])
     assert said == f"1 of {total} features worked on a GPU (NVIDIA H200, 2030-01-02).\n"
@@ -79,7 +82,9 @@ def test_a_quick_report_is_refused(verified, tmp_path):
 
 
 def test_markers_are_read_from_the_sources(verified, tmp_path):
-    (tmp_path / "test_a.py").write_text('@pytest.mark.feature("a", "{b} c")\ndef test_marked(): ...')
+    (tmp_path / "test_a.py").write_text(
+        '@pytest.mark.feature("a", "{b} c")\ndef test_marked(): ...'
+    )
     marked = verified.markers(tmp_path)
     assert marked == {w: ["`test_a.py`, `test_marked`"] for w in ("a", "{b} c")}
     assert verified.covered_by("d e c", marked) == "`test_a.py`, `test_marked`"

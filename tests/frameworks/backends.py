@@ -126,4 +126,9 @@ class _DLPackOnly(ArrayNamespace):
         return np.asarray(array._producer if isinstance(array, DLPackOnly) else array)
 
 
-_NAMESPACES = {Backend.NUMPY: _Numpy, Backend.TORCH: _Torch, Backend.JAX: _Jax, Backend.DLPACK_ONLY: _DLPackOnly}
+_NAMESPACES = {
+    Backend.NUMPY: _Numpy,
+    Backend.TORCH: _Torch,
+    Backend.JAX: _Jax,
+    Backend.DLPACK_ONLY: _DLPackOnly,
+}

@@ -16,7 +16,13 @@ F32 = np.ones((3, 3), np.float32)
 
 def product_of_all(function):
     """Return a function with all arrays of ``matmul``, and their names."""
-    return lambda a, b, out, c, bias: function(a, b, out=out, c=c, beta=1.0, bias=bias), ("a", "b", "out", "c", "bias")
+    return lambda a, b, out, c, bias: function(a, b, out=out, c=c, beta=1.0, bias=bias), (
+        "a",
+        "b",
+        "out",
+        "c",
+        "bias",
+    )
 
 
 #: Public functions, by their arrays in order: called with these, they multiply.
@@ -25,7 +31,10 @@ FUNCTIONS = {
     "plan": product_of_all(lowprec.plan),
     "autotune": product_of_all(lowprec.autotune),
     "linear": (lowprec.linear, ("x", "weight", "bias")),
-    "einsum": (lambda *x: lowprec.einsum("ij,jk,kl->il", *x), ("operands[0]", "operands[1]", "operands[2]")),
+    "einsum": (
+        lambda *x: lowprec.einsum("ij,jk,kl->il", *x),
+        ("operands[0]", "operands[1]", "operands[2]"),
+    ),
     "tensordot": (lambda a, b: lowprec.tensordot(a, b, axes=1), ("a", "b")),
     "vecdot": (lowprec.vecdot, ("a", "b")),
     "solve": (linalg.solve, ("a", "b")),
@@ -139,8 +148,12 @@ def test_sparse_operands_have_advice_that_works(library):
         lowprec.plan(x, dense)
 
 
-@pytest.mark.parametrize("scalar", [np.complex64(1), np.float32(1), np.int8(1)], ids=lambda x: x.dtype.name)
+@pytest.mark.parametrize(
+    "scalar", [np.complex64(1), np.float32(1), np.int8(1)], ids=lambda x: x.dtype.name
+)
 @pytest.mark.parametrize("function", [lowprec.matmul, lowprec.plan])
 def test_a_numpy_scalar_is_no_array(function, scalar):
-    with pytest.raises(lowprec.ArrayError, match=r"^c: expected an array .*wrap it with numpy.asarray"):
+    with pytest.raises(
+        lowprec.ArrayError, match=r"^c: expected an array .*wrap it with numpy.asarray"
+    ):
         function(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), c=scalar, beta=1.0)

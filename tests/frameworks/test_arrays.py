@@ -91,7 +91,11 @@ def test_strides_of_tensors_come_in_as_they_are(torch):
     base = torch.arange(48.0).reshape(6, 8)
     for tensor in (base.T, base[::2, 1::3], base[0].expand(4, 8)):
         view = library_of(tensor).view(tensor)
-        assert (view.strides, view.address, view.copied) == (tensor.stride(), tensor.data_ptr(), None)
+        assert (view.strides, view.address, view.copied) == (
+            tensor.stride(),
+            tensor.data_ptr(),
+            None,
+        )
 
 
 @pytest.mark.parametrize("make", [list, float, np.float32], ids=lambda m: m.__name__)
@@ -106,7 +110,9 @@ class Unreadable:
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, "1.0", np, dict, [[1.0], [1.0, 2.0]], Unreadable()], ids=lambda x: type(x).__name__
+    "wrong",
+    [None, "1.0", np, dict, [[1.0], [1.0, 2.0]], Unreadable()],
+    ids=lambda x: type(x).__name__,
 )
 def test_only_numbers_are_to_be_wrapped(wrong):
     with pytest.raises(ArrayError, match=r"expected an array \(numpy, torch.*got [\w.]+$"):
@@ -175,7 +181,9 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch):
         view = library.view(lazy)
         assert view.copied == "its lazy conjugation or negation was resolved"
         np.testing.assert_array_equal(view.ndarray(), lazy.resolve_conj().resolve_neg().numpy())
-        with pytest.raises(ArrayError, match="the array cannot be written in place: its lazy conjugation"):
+        with pytest.raises(
+            ArrayError, match="the array cannot be written in place: its lazy conjugation"
+        ):
             library.writable_view(lazy)
     assert library.view(z).copied is None
 
@@ -188,7 +196,11 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch):
         (lambda t, x: x.to_sparse_csr(), ArrayError, r"layout torch.sparse_csr; .*to_dense"),
         (lambda t, x: x.to_mkldnn(), ArrayError, r"layout torch._mkldnn; .*to_dense"),
         (lambda t, x: t.nested.nested_tensor([x, x]), ArrayError, r"nested; .*unbind"),
-        (lambda t, x: t.nested.nested_tensor([x, x], layout=t.jagged), ArrayError, r"nested; .*unbind"),
+        (
+            lambda t, x: t.nested.nested_tensor([x, x], layout=t.jagged),
+            ArrayError,
+            r"nested; .*unbind",
+        ),
         (lambda t, x: x.to(t.int64), DTypeError, r"'int64' is not supported; supported: float64"),
         (lambda t, x: x.bool(), DTypeError, r"'bool' is not supported; supported: float64"),
     ],
@@ -494,14 +506,18 @@ def test_consumed_capsules_and_other_objects_are_refused(memory):
     gc.collect()
     assert producer.deleted == 1
     for other in ({}, None, type("PyCapsule", (), {})()):
-        with pytest.raises(ArrayError, match=r"returned a (dict|NoneType|PyCapsule), not a capsule"):
+        with pytest.raises(
+            ArrayError, match=r"returned a (dict|NoneType|PyCapsule), not a capsule"
+        ):
             view_of_capsule(other)
     other = datetime.datetime_CAPI  # a capsule of Python's own
     with pytest.raises(ArrayError, match=r"named b'datetime.datetime_CAPI'"):
         view_of_capsule(other)
 
 
-@pytest.mark.parametrize(("device_type", "device"), [(2, Device(2, 1)), (13, Device(2, 1)), (3, CPU), (11, CPU)])
+@pytest.mark.parametrize(
+    ("device_type", "device"), [(2, Device(2, 1)), (13, Device(2, 1)), (3, CPU), (11, CPU)]
+)
 def test_devices_of_capsules(memory, device_type, device):
     producer = Capsules(memory, device_type=device_type, device_id=1)
     view = library_of(producer).view(producer)
@@ -521,7 +537,9 @@ def test_misaligned_capsules_are_copied_on_the_host_and_refused_on_devices():
         import_array(Capsules(expected, device_type=2, **where))
 
 
-@pytest.mark.parametrize("error", [BufferError("not today"), TypeError("'NoneType' object is not iterable")], ids=str)
+@pytest.mark.parametrize(
+    "error", [BufferError("not today"), TypeError("'NoneType' object is not iterable")], ids=str
+)
 def test_a_producers_error_is_passed_on(memory, error):
     """A TypeError, too, may be of its own: an old capsule in its place would not show that the array is read-only."""
 
@@ -544,7 +562,9 @@ def test_producers_without_versions_are_asked_twice_each_time(memory, make):
         assert library_of(producer).view(producer).address == memory.ctypes.data
 
 
-@pytest.mark.parametrize("device", [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)], ids=str)
+@pytest.mark.parametrize(
+    "device", [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)], ids=str
+)
 def test_devices_that_are_none_are_refused(memory, device):
     producer = Capsules(memory)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: device})
@@ -579,7 +599,9 @@ def test_two_devices_are_reported_by_the_names_of_the_function_called(memory):
         shape, dtype, ndim = (3, 4), np.dtype(np.float32), 2
 
         def __array_namespace__(self):
-            return types.SimpleNamespace(permute_dims=lambda x, order: x, reshape=lambda x, shape: x)
+            return types.SimpleNamespace(
+                permute_dims=lambda x, order: x, reshape=lambda x, shape: x
+            )
 
     elsewhere = Elsewhere(memory, device_type=2)
     with pytest.raises(DeviceError, match=r"^a is on cpu and b on cuda:0"):

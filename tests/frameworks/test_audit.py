@@ -54,7 +54,13 @@ def test_one_rounded_operand_is_enough(sides):
 
 def test_pytorch_is_measured_where_it_multiplies(torch):
     full = lowprec.audit(["torch"], sizes=[16])
-    assert {r.operation for r in full.rows} == {"matmul", "linear", "convolution", "attention", "solve"}
+    assert {r.operation for r in full.rows} == {
+        "matmul",
+        "linear",
+        "convolution",
+        "attention",
+        "solve",
+    }
     assert {r.precision for r in full.rows} == {"fp32"}
     assert not full.below("fp32")
     assert full.switches["torch"]["get_float32_matmul_precision()"] == "highest"
@@ -90,7 +96,9 @@ def test_an_operation_that_fails_is_unknown(monkeypatch):
     def refuse(a, b):
         raise RuntimeError("no kernel\nfor this")
 
-    monkeypatch.setitem(auditing._DEVICES, "numpy", lambda numpy: iter([("cpu", {"matmul": refuse})]))
+    monkeypatch.setitem(
+        auditing._DEVICES, "numpy", lambda numpy: iter([("cpu", {"matmul": refuse})])
+    )
     (row,) = lowprec.audit(["numpy"], sizes=[16]).rows
     assert (row.precision, row.detail) == ("unknown", "RuntimeError: no kernel")
     assert not lowprec.audit(["numpy"], sizes=[16]).below("fp32")

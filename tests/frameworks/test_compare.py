@@ -40,7 +40,8 @@ def test_the_spoiled_layer_is_named_first(torch, trained):
     before = lowprec.compare(step(model, x, y), model.modes)
     expected = model(x).detach()
     model.spoil(5)
-    torch.testing.assert_close(model(x).detach(), expected, rtol=1e-3, atol=1e-4)  # the same function
+    # the same function
+    torch.testing.assert_close(model(x).detach(), expected, rtol=1e-3, atol=1e-4)
     found = lowprec.compare(step(model, x, y), model.modes, blame=True)
     assert found.layers[0].layer == model.spoiled
     assert found.verdict.startswith("nvfp4 computed ")
@@ -57,7 +58,9 @@ def test_the_spoiled_layer_is_named_first(torch, trained):
     assert f"of {model.spoiled} (forward)" in without.verdict
 
 
-@pytest.mark.parametrize(("mode", "against"), [("nvfp4", "fp32"), ("bf16", "fp64"), ("fp32", "fp64")])
+@pytest.mark.parametrize(
+    ("mode", "against"), [("nvfp4", "fp32"), ("bf16", "fp64"), ("fp32", "fp64")]
+)
 def test_errors_equal_a_computation_by_hand(torch, mode, against):
     """Inputs and results are taken by hooks; the reference product is NumPy's in float64."""
     torch.manual_seed(1)
@@ -65,7 +68,9 @@ def test_errors_equal_a_computation_by_hand(torch, mode, against):
     x = torch.randn(128, 96)
     seen = []
     for layer in (net[0], net[2]):
-        layer.register_forward_hook(lambda module, given, out: seen.append((module, given[0].detach(), out.detach())))
+        layer.register_forward_hook(
+            lambda module, given, out: seen.append((module, given[0].detach(), out.detach()))
+        )
     with torch.no_grad():
         found = lowprec.compare(lambda: net(x), mode, against)
     in_mode, in_reference = seen[:2], seen[2:4]
@@ -119,7 +124,9 @@ def test_the_first_product_that_differs_is_named(torch):
     sizes = iter([3, 4])
     found = lowprec.compare(lambda: layer(layer(torch.ones(5, 8))[: next(sizes)]), "bf16")
     shapes = [f"Linear (forward, addmm, {rows}x8)" for rows in (3, 4)]
-    assert found.parting == "The runs part at product 2 of {}: in the reference it is {}.".format(*shapes)
+    assert found.parting == "The runs part at product 2 of {}: in the reference it is {}.".format(
+        *shapes
+    )
     assert found.change is None
     assert found.parting in str(found)
     counts = iter([1, 2])
@@ -136,10 +143,14 @@ def test_the_first_nan_and_its_origin_are_named(torch):
         return layer(torch.log(layer(torch.zeros(4, 8)) - 1))
 
     found = lowprec.compare(inner, "bf16")
-    assert found.fault == ("The first NaN is in product 2 of Linear (forward, addmm, 4x8): its first operand has NaN.")
+    assert found.fault == (
+        "The first NaN is in product 2 of Linear (forward, addmm, 4x8): its first operand has NaN."
+    )
     assert "the result is not finite" in found.verdict
     found = lowprec.compare(lambda: layer(torch.full((4, 8), 1e30)), "bf16")
-    assert found.fault == ("The first Inf is in product 1 of Linear (forward, addmm, 4x8): so is the product in fp32.")
+    assert found.fault == (
+        "The first Inf is in product 1 of Linear (forward, addmm, 4x8): so is the product in fp32."
+    )
 
 
 def test_an_overflow_of_the_mode_is_named(torch):
@@ -175,7 +186,10 @@ def test_results_are_arrays_and_numbers_of_any_kind(torch):
     assert found.mode == "{'Linear': 'nvfp4', '*': 'bf16'}"
     unchanged = lowprec.compare(lambda: [1.0, np.zeros(3)], "nvfp4")
     assert unchanged.change == 0
-    assert unchanged.verdict == "lowprec computed nothing of the multiplications; the result did not change"
+    assert (
+        unchanged.verdict
+        == "lowprec computed nothing of the multiplications; the result did not change"
+    )
 
 
 def test_random_numbers_are_the_same(torch):

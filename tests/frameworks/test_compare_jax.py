@@ -76,9 +76,13 @@ def test_products_of_jax_itself_and_non_finite_ones_are_named():
     jnp = jax.numpy
     found = lowprec.compare(lambda: jnp.ones((3, 3), "int32") @ jnp.ones((3, 3), "int32"), "bf16")
     assert [(each.mode, each.own_error, each.drift) for each in found.layers] == [("", None, 0.0)]
-    found = lowprec.compare(lambda: jnp.full((4, 4), 3.4028e38, "float32") @ jnp.full((4, 4), 1e-30, "float32"), "bf16")
+    found = lowprec.compare(
+        lambda: jnp.full((4, 4), 3.4028e38, "float32") @ jnp.full((4, 4), 1e-30, "float32"), "bf16"
+    )
     assert found.fault.endswith("by bf16; the product is finite in the reference.")
-    found = lowprec.compare(lambda: jnp.full((4, 4), jnp.nan, "float32") @ jnp.ones((4, 4), "float32"), "bf16")
+    found = lowprec.compare(
+        lambda: jnp.full((4, 4), jnp.nan, "float32") @ jnp.ones((4, 4), "float32"), "bf16"
+    )
     assert found.fault.endswith("its first operand is not finite.")
 
 

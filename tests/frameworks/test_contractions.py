@@ -42,7 +42,9 @@ def operands_of(subscripts, dtype=np.float32):
     found = []
     for i, text in enumerate(subscripts.partition("->")[0].split(",")):
         start, dots, end = text.partition("...")
-        lengths = [LENGTHS[c] for c in start] + ([1 + i, 2] if dots else []) + [LENGTHS[c] for c in end]
+        lengths = (
+            [LENGTHS[c] for c in start] + ([1 + i, 2] if dots else []) + [LENGTHS[c] for c in end]
+        )
         found.append(draw(i, *lengths, dtype=dtype))
     return found
 
@@ -82,7 +84,9 @@ def test_einsum_of_anything(data):
     output = data.draw(st.lists(st.sampled_from(used), unique=True) if used else st.just([]))
     subscripts = f"{','.join(inputs)}->{''.join(output)}"
     operands = operands_of(subscripts, np.float64)
-    np.testing.assert_array_equal(lowprec.einsum(subscripts, *operands), np.einsum(subscripts, *operands))
+    np.testing.assert_array_equal(
+        lowprec.einsum(subscripts, *operands), np.einsum(subscripts, *operands)
+    )
 
 
 def test_int8_is_summed_in_int32():
@@ -127,7 +131,9 @@ def test_einsum_wants_subscripts_first():
         lowprec.einsum("ab->a")
 
 
-@pytest.mark.parametrize("optimize", [3, None, [3], ("greedy", 1000), [(0, 5)], [(0, "x")], [], [(0, 0)]])
+@pytest.mark.parametrize(
+    "optimize", [3, None, [3], ("greedy", 1000), [(0, 5)], [(0, "x")], [], [(0, 0)]]
+)
 def test_einsum_refuses_an_order_that_is_none(optimize):
     with pytest.raises(lowprec.ShapeError, match="einsum: "):
         lowprec.einsum("ij,jk->ik", np.ones((2, 3)), np.ones((3, 2)), optimize=optimize)
@@ -218,7 +224,9 @@ def test_vecdot_refuses_an_illegal_axis():
 @with_namespace
 def test_vecdot_reports_which_shapes_do_not_fit(xp):
     a, b = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 5, 6))
-    with pytest.raises(lowprec.ShapeError, match=r"axis -1 of shapes \(3, 4\) and \(5, 6\) has 4 and 6"):
+    with pytest.raises(
+        lowprec.ShapeError, match=r"axis -1 of shapes \(3, 4\) and \(5, 6\) has 4 and 6"
+    ):
         lowprec.vecdot(a, b)
     with pytest.raises(lowprec.ShapeError, match=r"\(3, 4\) and \(2, 4\) do not broadcast"):
         lowprec.vecdot(a, xp.asarray(draw(0, 2, 4)))
@@ -227,11 +235,15 @@ def test_vecdot_reports_which_shapes_do_not_fit(xp):
 @with_namespace
 def test_linear_reports_which_shapes_do_not_fit(xp):
     x, weight = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 2, 4))
-    with pytest.raises(lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"):
+    with pytest.raises(
+        lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"
+    ):
         lowprec.linear(x, xp.asarray(draw(0, 5, 6)))
     with pytest.raises(lowprec.ShapeError, match=r"shape \(n, k\), got \(1, 2, 4\)"):
         lowprec.linear(x, weight[None])
-    with pytest.raises(lowprec.ShapeError, match=r"bias has shape \(3,\), but the weight gives \(2,\)"):
+    with pytest.raises(
+        lowprec.ShapeError, match=r"bias has shape \(3,\), but the weight gives \(2,\)"
+    ):
         lowprec.linear(x, weight, xp.asarray(draw(0, 3)))
 
 
@@ -309,7 +321,9 @@ def test_bound_and_k_chunk_reach_the_products(contract, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("subscripts", ["ij,k->k", "ij,jk->k", "ij,jk,kl->il", "ij,ij->ij", "ij->j"])
+@pytest.mark.parametrize(
+    "subscripts", ["ij,k->k", "ij,jk->k", "ij,jk,kl->il", "ij,ij->ij", "ij->j"]
+)
 def test_mixed_types_are_promoted_first(subscripts, seed):
     """Within the roundings of the common type, of each step's result to it, relative to the sum of magnitudes."""
     rng = np.random.default_rng(seed)
@@ -347,7 +361,9 @@ def test_intermediates_neither_overflow_nor_take_a_mode():
     assert (found == 4 * (1 + 2.0**-20)).all()
 
 
-@pytest.mark.parametrize("subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"])
+@pytest.mark.parametrize(
+    "subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"]
+)
 @with_namespace
 def test_einsum_out_dtype(xp, subscripts):
     plain = operands_of(subscripts, np.float16)

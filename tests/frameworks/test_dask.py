@@ -28,7 +28,8 @@ SHAPES = [
     ((2, 1, 6, 4), (3, 4, 5), 2, 2),
     ((0, 4), (4, 5), 2, 2),
     ((3, 0), (0, 5), 2, 2),
-    ((1, 6, 4), (3, 4, 5), ((0, 1), 2, (0, 2, 0, 2)), 2),  # chunks without elements, as of a selection
+    # chunks without elements, as of a selection
+    ((1, 6, 4), (3, 4, 5), ((0, 1), 2, (0, 2, 0, 2)), 2),
 ]
 
 
@@ -92,7 +93,10 @@ def test_emulated_tensor_cores_are_those_of_where_the_product_was_written():
     x = np.random.default_rng(0).random((8, 300), dtype=np.float32)
     a, b = da.from_array(x, chunks=-1), da.from_array(x.T, chunks=-1)
     with lowprec.emulate("hopper"):
-        made, expected = lowprec.matmul(a, b, math_mode="tf32"), lowprec.matmul(x, x.T, math_mode="tf32")
+        made, expected = (
+            lowprec.matmul(a, b, math_mode="tf32"),
+            lowprec.matmul(x, x.T, math_mode="tf32"),
+        )
     without = lowprec.matmul(a, b, math_mode="tf32")
     assert made.name != without.name
     np.testing.assert_array_equal(made.compute(scheduler="threads"), expected)
@@ -103,11 +107,15 @@ def test_emulated_tensor_cores_are_those_of_where_the_product_was_written():
 def test_processes_get_the_mode_and_the_same_bits():
     distributed = pytest.importorskip("distributed", reason="distributed is not installed")
     x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
-    lazy = lowprec.matmul(da.from_array(x, chunks=16), da.from_array(x, chunks=16), math_mode="bf16")
+    lazy = lowprec.matmul(
+        da.from_array(x, chunks=16), da.from_array(x, chunks=16), math_mode="bf16"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with (
-            distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+            distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, dashboard_address=None
+            ) as cluster,
             distributed.Client(cluster),
         ):
             found = lazy.compute()
@@ -259,7 +267,10 @@ def test_a_contraction_of_unknown_chunks_reports_the_way_out(function, name):
 def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a, b):
     """Were it one chunk, each task would need the whole of k of the other."""
     x, y = draw(0, *a), draw(1, *b)
-    for found in (lowprec.matmul(x, da.from_array(y, chunks=3)), lowprec.matmul(da.from_array(x, chunks=3), y)):
+    for found in (
+        lowprec.matmul(x, da.from_array(y, chunks=3)),
+        lowprec.matmul(da.from_array(x, chunks=3), y),
+    ):
         products = (len(v) for k, v in found.dask.layers.items() if k.startswith("lowprec-matmul"))
         assert sum(products) == 4 * found.npartitions
         np.testing.assert_array_equal(found.compute(scheduler="sync"), x @ y)
@@ -296,11 +307,15 @@ def test_tensors_are_refused_by_type(torch):
     x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)
     of_tensors = x.map_blocks(torch.from_numpy)
     for a, b in ((x, tensor), (tensor, x)):
-        with pytest.raises(lowprec.ArrayError, match="is a Tensor, which Dask cannot split into chunks"):
+        with pytest.raises(
+            lowprec.ArrayError, match="is a Tensor, which Dask cannot split into chunks"
+        ):
             lowprec.matmul(a, b)
     for refuse in (lowprec.matmul, lowprec.vecdot, lowprec.tensordot):
         for a, b in ((x, of_tensors), (of_tensors, x)):
-            with pytest.raises(lowprec.ArrayError, match="chunks of the Dask array are PyTorch tensors"):
+            with pytest.raises(
+                lowprec.ArrayError, match="chunks of the Dask array are PyTorch tensors"
+            ):
                 refuse(a, b)
 
 
@@ -318,6 +333,8 @@ def test_workers_get_a_mode_that_acts(dtype, mode, passed):
     a = da.ones((4, 6), chunks=(2, 3), dtype=dtype)
     with lowprec.math_mode(mode):
         made = lowprec.matmul(a, a.T)
-    tasks = [task for task in dict(made.dask).values() if isinstance(task, tuple) and len(task) == 8]
+    tasks = [
+        task for task in dict(made.dask).values() if isinstance(task, tuple) and len(task) == 8
+    ]
     assert {task[4] for task in tasks} == {passed}
     np.testing.assert_array_equal(made.compute(scheduler="sync"), np.full((4, 4), 6, dtype))

@@ -39,9 +39,18 @@ def test_a_roofline_has_each_candidate_below_the_peak_rates(drawn, tmp_path):
     for name, place in least.items():
         assert found[name] == [pytest.approx(place[0])]
     roofs = {text.get_text(): text.xy[1] for text in panel.texts}
-    assert roofs == {"float64, float32": 67, "tf32": 494.5, "bfloat16, float16": 989.5, "float8_e4m3fn, int8": 1979}
-    lines = [np.asarray(line.get_xydata()) for line in panel.lines if line.get_label().startswith("_")]
-    assert [line[1].tolist() for line in lines] == [pytest.approx([r / 4.8, r]) for r in sorted(roofs.values())]
+    assert roofs == {
+        "float64, float32": 67,
+        "tf32": 494.5,
+        "bfloat16, float16": 989.5,
+        "float8_e4m3fn, int8": 1979,
+    }
+    lines = [
+        np.asarray(line.get_xydata()) for line in panel.lines if line.get_label().startswith("_")
+    ]
+    assert [line[1].tolist() for line in lines] == [
+        pytest.approx([r / 4.8, r]) for r in sorted(roofs.values())
+    ]
 
 
 def test_one_mode_on_a_gpu_is_one_point(drawn, tmp_path):
@@ -53,13 +62,17 @@ def test_one_mode_on_a_gpu_is_one_point(drawn, tmp_path):
 def test_a_cpu_shows_bounds_by_speed(drawn, tmp_path):
     plan = lowprec.plan(SQUARE, SQUARE, rtol=1e-2)
     plan.plot(str(tmp_path / "plan.svg"))
-    assert points(drawn[0].axes[0]) == {str(c.mode): [[1 / c.cost, c.bound]] for c in plan.candidates}
+    assert points(drawn[0].axes[0]) == {
+        str(c.mode): [[1 / c.cost, c.bound]] for c in plan.candidates
+    }
     with pytest.raises(UnsupportedError, match=r"the peak rates of .* are unknown: plan for a GPU"):
         lowprec.plan(SQUARE, SQUARE).plot(str(tmp_path / "plan.svg"))
 
 
 def test_an_interception_has_a_bar_for_each_layer(torch, drawn, tmp_path):
-    model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 1), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Conv1d(4, 8, 1), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8)
+    )
     with torch.no_grad(), lowprec.torch.intercept("bf16", statistics=True) as seen:
         model(torch.randn(2, 4, 16))
     report = seen.report()
@@ -70,7 +83,9 @@ def test_an_interception_has_a_bar_for_each_layer(torch, drawn, tmp_path):
     taken, passed = ([bar.get_width() for bar in bars] for bars in shares.containers)
     assert taken == pytest.approx([*100 * numbers[:2] / numbers.sum(), 0])
     assert passed == pytest.approx([0, 0, 100 * numbers[2] / numbers.sum()])
-    assert [bar.get_x() for bar in shares.containers[1]] == taken, "the second part begins at the end of the first"
+    assert [bar.get_x() for bar in shares.containers[1]] == taken, (
+        "the second part begins at the end of the first"
+    )
     assert points(errors)["error"] == [[p.error, i] for i, p in enumerate(report.products)]
     low, high = errors.get_xlim()
     assert low < report.products[0].error < high

@@ -10,7 +10,11 @@ import pytest
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
 
-LEAVES = [(backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")]
+LEAVES = [
+    (backend, operation)
+    for backend in ("cuda", "mkldnn")
+    for operation in ("matmul", "conv", "rnn")
+]
 ALL = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
 
 
@@ -38,7 +42,10 @@ class Switches:
             except RuntimeError:
                 return "refused"
 
-        found = {f"{backend}.{operation}": self.get(backend, operation) for backend, operation in [*ALL, *LEAVES]}
+        found = {
+            f"{backend}.{operation}": self.get(backend, operation)
+            for backend, operation in [*ALL, *LEAVES]
+        }
         old = ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32", "_get_cublas_allow_tf32")
         return {**found, **{name: tried(getattr(self.torch._C, name)) for name in old}}
 
@@ -98,20 +105,29 @@ def test_every_start_state_of_pytorch_is_restored(switches):
     rng = random.Random(0)
     states = [(), *((a,) for a in STEPS), *itertools.permutations(STEPS, 2)]
     states += [tuple(rng.choices(list(STEPS), k=rng.randint(3, 8))) for _ in range(300)]
-    bad = [s for s in states if history(switches, s, guarded=False) != history(switches, s, guarded=True)]
+    bad = [
+        s
+        for s in states
+        if history(switches, s, guarded=False) != history(switches, s, guarded=True)
+    ]
     assert bad == []
 
 
 def test_settings_made_inside_are_kept(switches):
     old("medium")(switches)
-    with pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"), fp32_guard():
+    with (
+        pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"),
+        fp32_guard(),
+    ):
         switches.put("mkldnn", "matmul", "tf32")
     read = switches.read()
     assert (read["cuda.matmul"], read["mkldnn.matmul"]) == ("tf32", "tf32")
     assert read["cuda.conv"] == "tf32"
 
 
-@pytest.mark.parametrize(("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")])
+@pytest.mark.parametrize(
+    ("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")]
+)
 def test_a_mode_sets_pytorch(switches, mode, word, onednn):
     before = switches.read()
     with math_mode(mode, frameworks=["torch"]):
@@ -129,7 +145,10 @@ def precisions(jax, function):
     text = jax.jit(function).lower(x, x).as_text()
     lines = [line for line in text.splitlines() if "dot_general" in line]
     assert lines
-    return {line.split("precision = [")[1].split("]")[0] if "precision = [" in line else "DEFAULT" for line in lines}
+    return {
+        line.split("precision = [")[1].split("]")[0] if "precision = [" in line else "DEFAULT"
+        for line in lines
+    }
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -19,7 +19,9 @@ PAGE = mmap.PAGESIZE
 
 def _flags(address):
     """Return what the system notes of the memory at an address."""
-    for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
+    for area in re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    ):
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", area):
             first, end = (int(x, 16) for x in found.groups())
             if first <= address < end:
@@ -42,7 +44,9 @@ def test_large_results_are_in_huge_pages(backend):
 def calls(monkeypatch):
     """The arguments of calls of the system, which refuses."""
     seen = []
-    monkeypatch.setattr(torch_library, "_madvise", lambda: lambda *arguments: seen.append(arguments) or -1)
+    monkeypatch.setattr(
+        torch_library, "_madvise", lambda: lambda *arguments: seen.append(arguments) or -1
+    )
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
     return seen
 

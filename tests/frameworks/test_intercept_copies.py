@@ -2,7 +2,10 @@
 
 import pytest
 
-pytestmark = [pytest.mark.usefixtures("torch"), pytest.mark.filterwarnings("ignore:.*is deprecated")]
+pytestmark = [
+    pytest.mark.usefixtures("torch"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated"),
+]
 
 MODES = ("nvfp4", "bf16", "mxfp8(rounding=stochastic,seed=1)")
 ROWS = 4
@@ -37,7 +40,9 @@ def hooked(torch):
 
 def parametrized(name):
     def make(torch):
-        model = torch.nn.ModuleDict({"head": getattr(torch.nn.utils.parametrizations, name)(linear(torch)).eval()})
+        model = torch.nn.ModuleDict(
+            {"head": getattr(torch.nn.utils.parametrizations, name)(linear(torch)).eval()}
+        )
         model.forward = lambda x: model["head"](x)
         return model, lambda: model["head"].weight
 
@@ -48,7 +53,13 @@ def custom(weight, dtype=None):
     def make(torch):
         a = torch.nn.Linear(COLUMNS, 2, bias=False)
         b = torch.nn.Linear(2, 8, bias=False)
-        model = Custom(torch, lambda m: weight(torch, m), head=linear(torch, dtype and getattr(torch, dtype)), a=a, b=b)
+        model = Custom(
+            torch,
+            lambda m: weight(torch, m),
+            head=linear(torch, dtype and getattr(torch, dtype)),
+            a=a,
+            b=b,
+        )
         return model, lambda: weight(torch, model)
 
     return make
@@ -88,7 +99,9 @@ COPIES = {
 def products(seen):
     """Return the products with the copy, of the output and of the gradients of both operands."""
     extents = {ROWS, COLUMNS, 8}
-    return [p for p in seen.report().products if {n for shape in p.shapes for n in shape} == extents]
+    return [
+        p for p in seen.report().products if {n for shape in p.shapes for n in shape} == extents
+    ]
 
 
 def step(torch, run, records):
@@ -143,7 +156,9 @@ def test_a_copy_in_a_compiled_graph_is_reported(torch, lt, name):
 
 def test_weights_that_are_joined_name_both_layers(torch, lt):
     first, second = torch.nn.Linear(COLUMNS, 4), torch.nn.Linear(COLUMNS, 4)
-    model = Custom(torch, lambda m: torch.cat([m.first.weight, m.second.weight]), first=first, second=second)
+    model = Custom(
+        torch, lambda m: torch.cat([m.first.weight, m.second.weight]), first=first, second=second
+    )
     with lt.intercept({"first": "nvfp4", "*": "bf16"}) as seen:
         step(torch, model, records=True)
     assert {(p.layer, p.mode) for p in products(seen)} == {("first|second", "nvfp4")}

@@ -24,7 +24,9 @@ RECIPES = {
 
 def network(torch, make):
     torch.manual_seed(0)
-    return torch.nn.Sequential(make(48, 64), torch.nn.GELU(), make(64, 32), torch.nn.GELU(), make(32, 16))
+    return torch.nn.Sequential(
+        make(48, 64), torch.nn.GELU(), make(64, 32), torch.nn.GELU(), make(32, 16)
+    )
 
 
 def results(torch, net):
@@ -70,7 +72,11 @@ def test_first_and_last_layers_in_another_mode(torch, lt):
     net = network(torch, torch.nn.Linear)
     with lt.intercept({"0": "bf16", "4": "bf16", "*": "mxfp4"}) as seen:
         results(torch, net)
-    assert {p.layer: p.mode for p in seen.report().taken} == {"0": "bf16", "2": "mxfp4", "4": "bf16"}
+    assert {p.layer: p.mode for p in seen.report().taken} == {
+        "0": "bf16",
+        "2": "mxfp4",
+        "4": "bf16",
+    }
     with lowprec.fp32_guard(), lt.intercept(RECIPES["nvfp4"]) as seen:
         results(torch, net)
     assert {p.mode for p in seen.report().taken} == {"fp32"}
@@ -112,7 +118,9 @@ def test_a_sum_of_16_bits_is_rounded_once(torch, lt, dtype, name):
     assert torch.equal(whole, sums(layer.float(), x.float(), c.float()).to(narrow))
 
 
-@pytest.mark.parametrize("case", ["enable_grad", "frozen", "checkpoint", "no_grad", "inference_mode", "cached"])
+@pytest.mark.parametrize(
+    "case", ["enable_grad", "frozen", "checkpoint", "no_grad", "inference_mode", "cached"]
+)
 def test_autocast_multiplies_casts_of_the_same_layers(torch, lt, case):
     """The products are those of a model in bfloat16, with the random numbers of the same layers."""
     from torch.utils.checkpoint import checkpoint
@@ -122,12 +130,19 @@ def test_autocast_multiplies_casts_of_the_same_layers(torch, lt, case):
     found = []
     for model, autocast in ((copy.deepcopy(net).bfloat16(), False), (net, True)):
         x = inputs.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, autocast), getattr(torch, case, torch.enable_grad)():
+        with (
+            torch.autocast("cpu", torch.bfloat16, autocast),
+            getattr(torch, case, torch.enable_grad)(),
+        ):
             if case == "cached":
                 net(x)
             with lt.intercept(RECIPES["stochastic"]) as seen:
                 given = x if autocast else x.bfloat16()
-                y = checkpoint(model, given, use_reentrant=False) if case == "checkpoint" else model(given)
+                y = (
+                    checkpoint(model, given, use_reentrant=False)
+                    if case == "checkpoint"
+                    else model(given)
+                )
                 if y.requires_grad:
                     (y * g).sum().backward()
         rows = {(p.layer, p.backward, p.mode): p.count for p in seen.report().products}
@@ -155,13 +170,17 @@ def test_a_forward_pass_without_its_layers_is_reported_first(torch, lt):
     """The layer of a weight gradient is known from autograd, that of a product with a copy in a graph is not."""
     layer, x = torch.nn.Linear(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
     torch._dynamo.reset()
-    product = torch.compile(lambda x, w: torch.nn.functional.linear(x, w.clone()), backend="aot_eager")
+    product = torch.compile(
+        lambda x, w: torch.nn.functional.linear(x, w.clone()), backend="aot_eager"
+    )
     with lt.intercept("mxfp8") as seen:
         product(x, layer.weight).sum().backward()
         torch.mm(x.double(), x.double())
     first, second, *_ = str(seen.report()).splitlines()
     assert first.startswith("lowprec.torch.intercept('mxfp8'): 1 taken (1 in backward passes)")
-    assert second == "Of 1 layers only backward products were taken; forward products were passed by."
+    assert (
+        second == "Of 1 layers only backward products were taken; forward products were passed by."
+    )
     reasons = {p.dtype: p.reason for p in seen.report().passed}
     assert reasons["bfloat16"].startswith("no product with a known parameter")
     assert reasons["float64"] == "the mode does not act on this element type"
@@ -177,7 +196,9 @@ def test_attention_and_products_with_vectors_are_in_bfloat16_unless_a_rule_names
         with torch.no_grad(), lt.intercept(rules, **options) as seen:
             torch.bmm(x, x), torch.dot(v, v), torch.mv(x[0], v), layer(v), layer(x[0])
             torch.mv(layer.weight, v)
-        reasons = {p.operator: p.reason for p in seen.report().taken if not p.layer and p.mode == "bf16"}
+        reasons = {
+            p.operator: p.reason for p in seen.report().taken if not p.layer and p.mode == "bf16"
+        }
         assert set(reasons.values()) <= {"no parameter found: computed in bf16"}
         return {f"{p.operator} {p.layer}": p.mode for p in seen.report().taken}
 
@@ -243,13 +264,17 @@ def test_statistics_of_quantised_operands(torch, lt):
     with lt.intercept("mxfp8", attention=True, statistics=True) as seen:
         a @ b
     (row,) = seen.report().taken
-    assert row.a == lt.OperandStatistics(pytest.approx(1.9), 1 / 64, 1 / 64, pytest.approx(math.log2(1.9 * 2**10)))
+    assert row.a == lt.OperandStatistics(
+        pytest.approx(1.9), 1 / 64, 1 / 64, pytest.approx(math.log2(1.9 * 2**10))
+    )
     assert row.b == lt.OperandStatistics(1, 0, 0, 0)
     assert row.error == pytest.approx(0.15 / float(a.double().sum()), rel=1e-5)
     assert " 1.6%, 0.0% " in str(seen.report())
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
+@pytest.mark.parametrize(
+    "mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"]
+)
 def test_statistics_of_each_format(torch, lt, mode):
     """The rounded operands that underflow is counted in are those of the product: the share is that of its zeros."""
     torch.manual_seed(0)
@@ -259,6 +284,8 @@ def test_statistics_of_each_format(torch, lt, mode):
     (row,) = seen.report().taken
     assert row.a.underflow == pytest.approx(float((c == 0).float().mean()))
     assert (row.a.underflow > 0) == (mode != "mxfp8")
-    assert row.error == pytest.approx(float((c.double() - a.double()).norm() / a.double().norm()), rel=1e-6)
+    assert row.error == pytest.approx(
+        float((c.double() - a.double()).norm() / a.double().norm()), rel=1e-6
+    )
     assert (row.a.clipped > 0) == (mode in ("mxfp8", "mxfp4"))
     assert (row.a.block_range > 0) == (mode != "fp8")

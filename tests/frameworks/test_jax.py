@@ -98,20 +98,28 @@ FUNCTIONS = {
     "grad of grad": lambda jax, f, x: jax.jit(jax.grad(lambda y: jax.grad(f)(y).sum()))(x),
     "vjp": lambda jax, f, x: jax.vjp(f, x)[1](np.float64(2))[0],
     "jvp": lambda jax, f, x: jax.jvp(f, (x,), (jax.numpy.sin(x),))[1],
-    "jvp of jvp": lambda jax, f, x: jax.jvp(lambda y: jax.jvp(f, (y,), (jax.numpy.sin(x),))[1], (x,), (x,))[1],
+    "jvp of jvp": lambda jax, f, x: jax.jvp(
+        lambda y: jax.jvp(f, (y,), (jax.numpy.sin(x),))[1], (x,), (x,)
+    )[1],
     "linearize": lambda jax, f, x: jax.linearize(f, x)[1](jax.numpy.cos(x)),
     "hessian": lambda jax, f, x: jax.jit(jax.hessian(f))(x),
     "vmap": lambda jax, f, x: jax.vmap(f)(jax.numpy.stack([x, 2 * x])),
-    "vmap of vmap": lambda jax, f, x: jax.vmap(jax.vmap(f))(jax.numpy.array([[x, 2 * x], [x.T, -x]])),
+    "vmap of vmap": lambda jax, f, x: jax.vmap(jax.vmap(f))(
+        jax.numpy.array([[x, 2 * x], [x.T, -x]])
+    ),
     "vmap of grad": lambda jax, f, x: jax.jit(jax.vmap(jax.grad(f)))(jax.numpy.stack([x, 2 * x])),
     "jacrev of vmap": lambda jax, f, x: jax.jacrev(jax.vmap(f))(jax.numpy.stack([x, 2 * x])),
     "checkpoint": lambda jax, f, x: jax.jit(jax.grad(jax.checkpoint(f)))(x),
-    "scan": lambda jax, f, x: jax.lax.scan(lambda y, _: (y * jax.numpy.tanh(f(y)), f(y)), x, None, 3),
+    "scan": lambda jax, f, x: jax.lax.scan(
+        lambda y, _: (y * jax.numpy.tanh(f(y)), f(y)), x, None, 3
+    ),
     "grad of scan": lambda jax, f, x: jax.grad(
         lambda y: jax.lax.scan(lambda z, _: (z * jax.numpy.tanh(f(z)), None), y, None, 3)[0].sum()
     )(x),
     "while": lambda jax, f, x: jax.lax.fori_loop(0, 3, lambda _, y: y * jax.numpy.tanh(f(y)), x),
-    "cond": lambda jax, f, x: jax.jit(lambda y: jax.lax.cond(y[0, 0] > 9, lambda z: f(z), lambda z: f(2 * z), y))(x),
+    "cond": lambda jax, f, x: jax.jit(
+        lambda y: jax.lax.cond(y[0, 0] > 9, lambda z: f(z), lambda z: f(2 * z), y)
+    )(x),
     "map": lambda jax, f, x: jax.lax.map(f, jax.numpy.stack([x, 2 * x])),
     "custom_vjp": lambda jax, f, x: with_custom_vjp(jax, f, x),
     "export": exported,
@@ -158,7 +166,9 @@ def test_transformed(jax, name):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1), (2, None)])
-@pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))])
+@pytest.mark.parametrize(
+    ("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))]
+)
 def test_vmap(jax, a, b, in_axes):
     x, y = operands(a, b)
     found = jax.vmap(lowprec.matmul, in_axes=in_axes)(x, y)
@@ -178,7 +188,10 @@ def test_contractions(jax):
 def test_exported_with_sizes_known_by_name(jax):
     x, y = operands((3, 4), (4, 2))
     shapes = jax.export.symbolic_shape("m, k, n")
-    args = [jax.ShapeDtypeStruct(shapes[:2], np.float32), jax.ShapeDtypeStruct(shapes[1:], np.float32)]
+    args = [
+        jax.ShapeDtypeStruct(shapes[:2], np.float32),
+        jax.ShapeDtypeStruct(shapes[1:], np.float32),
+    ]
     made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode="fp16x3")))(*args)
     found = made.call(x.astype(np.float32), y.astype(np.float32))
     np.testing.assert_allclose(found, x @ y, rtol=1e-5, atol=1e-5)
@@ -260,7 +273,8 @@ def test_fp64_emulated_is_native_in_graphs(jax, dtype):
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", lowprec.LowprecWarning)
         found, plain = (
-            jax.jit(functools.partial(lowprec.jax.matmul, math_mode=mode))(a, b) for mode in ("fp64_emulated", "fp32")
+            jax.jit(functools.partial(lowprec.jax.matmul, math_mode=mode))(a, b)
+            for mode in ("fp64_emulated", "fp32")
         )
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, plain)
@@ -332,7 +346,9 @@ def same_numbers(found, true):
     assert not differ.any(), (found[differ][:5], true[differ][:5])
 
 
-@pytest.mark.parametrize("to", [formats.TF32, formats.BFLOAT16, formats.FLOAT16], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "to", [formats.TF32, formats.BFLOAT16, formats.FLOAT16], ids=lambda f: f.name
+)
 def test_rounding_is_lowprecs(jax, to):
     """Of each upper half of a float32 with lower halves around each format's ties."""
     from lowprec.jax.rounding import round_to
@@ -357,7 +373,9 @@ def test_parts_are_lowprecs(jax, mode):
     axis = -1 if found.operand_format is formats.FLOAT16 else None
     count = found.parts + found.sums_parts
     with np.errstate(invalid="ignore"):  # Inf - Inf
-        true, true_exponents = numpy_products.split(x, x.dtype, found, found.operand_format, count, axis)
+        true, true_exponents = numpy_products.split(
+            x, x.dtype, found, found.operand_format, count, axis
+        )
 
     def parts(x):
         x, e = in_jax.scaled(x, (1,)) if axis else (x, None)
@@ -489,7 +507,9 @@ class Counted:
         x = np.array([[1 + 2.0**-9 + 2.0**-12]], np.float32)
         found = float(self._call(x)[0, 0])
         known = {"bf16": 1.0, "tf32": 1 + 2.0**-9, "fp32": float(x[0, 0])}
-        return next((mode for mode, value in known.items() if found == np.float32(value**2)), str(found))
+        return next(
+            (mode for mode, value in known.items() if found == np.float32(value**2)), str(found)
+        )
 
 
 def test_a_scope_recompiles_once_and_is_left_again(jax):
@@ -576,7 +596,11 @@ def test_backward_mode(jax):
     a, b = operands((3, 4), (4, 2), "float32")
 
     def modes_of(f, *x):
-        return [str(e.params["mode"]) for e in jax.make_jaxpr(f)(*x).eqns if "lowprec" in str(e.primitive)]
+        return [
+            str(e.params["mode"])
+            for e in jax.make_jaxpr(f)(*x).eqns
+            if "lowprec" in str(e.primitive)
+        ]
 
     def loss(**keywords):
         return jax.grad(lambda a, b: (lowprec.jax.matmul(a, b, **keywords) ** 2).sum(), (0, 1))
@@ -602,7 +626,9 @@ def test_backward_mode(jax):
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_to_a_gpu(jax, mode):
     a, b = operands((3, 4), (4, 2), "float32")
-    made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"])(a, b)
+    made = jax.export.export(
+        jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"]
+    )(a, b)
     dots = [line for line in made.mlir_module().splitlines() if "stablehlo.dot_general" in line]
     found = row(MathMode(mode))
     assert len(dots) == (len(found.pairs) if found.operand_format is formats.FLOAT16 else 1)
@@ -648,7 +674,10 @@ def test_constants_in_the_other_byte_order(jax):
 def test_imitated_tensor_cores_are_refused(jax):
     f = Counted(jax)
     assert f.mode() == "fp32"
-    with lowprec.emulate("hopper"), pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"):
+    with (
+        lowprec.emulate("hopper"),
+        pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"),
+    ):
         f.mode()
 
 
@@ -709,6 +738,8 @@ def test_sums_of_fp64_reach_the_bias_in_float64(jax):
     a, b = np.full((1, 2), 2.0**12, np.float32), np.full((2, 1), 2.0**12, np.float32)
     bias = np.full(1, 3, np.float32)
     with jax.enable_x64(True):
-        product = jax.jit(lambda *x: lowprec.matmul(*x[:2], bias=x[2], math_mode="fp64"))(a, b, bias)
+        product = jax.jit(lambda *x: lowprec.matmul(*x[:2], bias=x[2], math_mode="fp64"))(
+            a, b, bias
+        )
     assert product.dtype == np.float32
     assert product == np.float32(2.0**25 + 3)

@@ -22,7 +22,9 @@ ROUTES = {
     "grad": lambda jax, x: jax.grad(lambda a: (a @ x).sum())(x),
     "ragged_dot": lambda jax, x: jax.lax.ragged_dot(x, x[None], jax.numpy.array([4])),
     "complex": lambda jax, x: (x.astype("complex64") @ x.astype("complex64")).real,
-    "checkpoint": lambda jax, x: jax.grad(lambda a: jax.checkpoint(lambda b: (b @ x) * 2)(a).sum())(x),
+    "checkpoint": lambda jax, x: jax.grad(lambda a: jax.checkpoint(lambda b: (b @ x) * 2)(a).sum())(
+        x
+    ),
 }
 
 
@@ -142,7 +144,11 @@ def test_the_report_names_what_is_not_seen(jax, intercept):
         assert compiled(x)[0, 0] > 4
         jax.pure_callback(lambda a: np.asarray(a) @ np.asarray(a), x, x)
     assert not seen.report().products
-    for words in ("exported or compiled ahead of time", "pure_callback", "compiled are not counted again"):
+    for words in (
+        "exported or compiled ahead of time",
+        "pure_callback",
+        "compiled are not counted again",
+    ):
         assert words in seen.report().remarks[0]
 
 
@@ -243,7 +249,9 @@ def test_vectors_keep_their_precision_unless_a_rule_names_them(jax, intercept):
 
 def test_modes_that_quantise_leave_vectors_in_bf16(jax, intercept):
     rng = np.random.default_rng(0)
-    a, v = (jax.numpy.asarray(rng.standard_normal(shape, dtype="float32")) for shape in ((32, 32), 32))
+    a, v = (
+        jax.numpy.asarray(rng.standard_normal(shape, dtype="float32")) for shape in ((32, 32), 32)
+    )
     with intercept("bf16"):
         expected = a @ v
     with intercept("mxfp8") as seen:
@@ -260,7 +268,10 @@ def test_modes_that_quantise_leave_vectors_in_bf16(jax, intercept):
 def test_16_bit_operands_with_a_float32_result_are_quantised(jax, intercept, dtype, mode):
     """The codes and the sums are those of float32 operands with the same numbers."""
     rng = np.random.default_rng(0)
-    a, b = (jax.numpy.asarray(rng.standard_normal((32, 48), dtype="float32")).astype(dtype) for _ in range(2))
+    a, b = (
+        jax.numpy.asarray(rng.standard_normal((32, 48), dtype="float32")).astype(dtype)
+        for _ in range(2)
+    )
     with intercept(mode) as seen:
         found = jax.lax.dot(a, b.T, preferred_element_type="float32")
         expected = jax.lax.dot(a.astype("float32"), b.astype("float32").T)

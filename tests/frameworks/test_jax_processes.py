@@ -105,7 +105,9 @@ for split, (sa, sb) in SPLITS.items():
     ],
 )
 def test_arrays_spread_over_four_devices(program):
-    run_python(SHARDED + program, warn="error", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    run_python(
+        SHARDED + program, warn="error", XLA_FLAGS="--xla_force_host_platform_device_count=4"
+    )
 
 
 def test_the_first_product_in_a_scope_is_in_its_mode_and_an_older_jax_is_refused():

@@ -22,7 +22,12 @@ FUNCTIONS = {
     "solve": (2, ()), "svd": (1, ()), "tensorinv": (1, (1,)),
 }  # fmt: skip
 #: Modules of each library.
-MODULES = {"numpy": "numpy.linalg", "torch": "torch.linalg", "jax": "jax.numpy.linalg", "dlpack_only": "numpy.linalg"}
+MODULES = {
+    "numpy": "numpy.linalg",
+    "torch": "torch.linalg",
+    "jax": "jax.numpy.linalg",
+    "dlpack_only": "numpy.linalg",
+}
 
 
 def make(rng, *shape, dtype="float32"):
@@ -87,7 +92,11 @@ def test_the_library_is_called_inside_the_guard_and_its_result_returned(function
         assert result is results[0]
         return
     assert getattr(result, "_fields", None) == getattr(results[0], "_fields", None)
-    pairs = zip(result, results[0], strict=True) if isinstance(result, tuple) else [(result, results[0])]
+    pairs = (
+        zip(result, results[0], strict=True)
+        if isinstance(result, tuple)
+        else [(result, results[0])]
+    )
     for got, want in pairs:
         assert isinstance(got, lowprec.DLPackArray)
         np.testing.assert_array_equal(np.asarray(got), want)
@@ -96,7 +105,8 @@ def test_the_library_is_called_inside_the_guard_and_its_result_returned(function
 def test_arguments_are_passed_as_they_are(xp):
     a = np.diag([4.0, 3.0, 1.0]).astype("float32")
     x = xp.asarray(a)
-    assert int(xp.to_numpy(linalg.matrix_rank(x, rtol=0.5))) == (3 if xp.name == "jax" else 2)  # JAX's is absolute
+    # JAX's is absolute
+    assert int(xp.to_numpy(linalg.matrix_rank(x, rtol=0.5))) == (3 if xp.name == "jax" else 2)
     np.testing.assert_array_equal(xp.to_numpy(linalg.multi_dot([x, x, x])), a @ a @ a)
     np.testing.assert_array_equal(xp.to_numpy(linalg.norm(x, ord=2)), 4)
     name = {"torch": "A"}.get(xp.name, "a")
@@ -110,14 +120,19 @@ def test_functions_of_other_modules(function, xp):
     a = operands("inv")[0]
     x = xp.asarray(a)
     if (function, xp.name) in {("cdist", "jax"), ("sqrtm", "torch")}:
-        with pytest.raises(lowprec.UnsupportedError, match=rf"^{xp.name} .* has no function {function} \({xp.name}\."):
+        with pytest.raises(
+            lowprec.UnsupportedError,
+            match=rf"^{xp.name} .* has no function {function} \({xp.name}\.",
+        ):
             getattr(linalg, function)(x, x)
         return
     found = getattr(linalg, function)(*((x, x) if function == "cdist" else (x,)))
     values, vectors = np.linalg.eigh(wide(a))
     powers = {"expm": np.exp(values), "sqrtm": np.sqrt(values)}
     if function in powers:
-        np.testing.assert_allclose(xp.to_numpy(found), (vectors * powers[function]) @ vectors.T, rtol=1e-4)
+        np.testing.assert_allclose(
+            xp.to_numpy(found), (vectors * powers[function]) @ vectors.T, rtol=1e-4
+        )
     elif function == "cdist":
         np.testing.assert_allclose(xp.to_numpy(found), 3 * np.sqrt(2) * (1 - np.eye(4)), rtol=1e-5)
     else:
@@ -137,15 +152,18 @@ def test_a_function_is_one_object_that_can_be_pickled():
 
 
 def test_names_are_those_of_the_loaded_libraries(torch):
-    assert {"SolveReport", "solve", "expm", "cdist", "inv", "multi_dot", "ldl_factor"} <= set(dir(linalg))
+    assert {"SolveReport", "solve", "expm", "cdist", "inv", "multi_dot", "ldl_factor"} <= set(
+        dir(linalg)
+    )
     assert not {"LinAlgError", "test", "annotations", "functions"} & set(dir(linalg))
 
 
-@pytest.mark.parametrize(("name", "close"), [("invv", "inv"), ("slove", "solve"), ("LinAlgError", "")])
+@pytest.mark.parametrize(
+    ("name", "close"), [("invv", "inv"), ("slove", "solve"), ("LinAlgError", "")]
+)
 def test_a_misspelt_name_is_an_error(name, close):
-    text = (
-        rf"no loaded library has a function {name!r} of linear algebra{'; names close to it: .*' * bool(close)}{close}"
-    )
+    hint = "; names close to it: .*" * bool(close) + close
+    text = rf"no loaded library has a function {name!r} of linear algebra{hint}"
     with pytest.raises(AttributeError, match=text):
         getattr(linalg, name)
     with pytest.raises(AttributeError, match="has no attribute '__path2__'"):
@@ -173,7 +191,9 @@ def test_a_result_for_dlpack_is_an_operand_again():
 
 def test_jax_compiles_at_the_highest_precision(jax):
     with jax.default_matmul_precision("bfloat16"):
-        program = jax.jit(linalg.matrix_power, static_argnums=1).lower(jax.numpy.eye(4, dtype="float32"), 3)
+        program = jax.jit(linalg.matrix_power, static_argnums=1).lower(
+            jax.numpy.eye(4, dtype="float32"), 3
+        )
     assert "precision = [HIGHEST, HIGHEST]" in program.as_text()
     assert "precision = [DEFAULT, DEFAULT]" not in program.as_text()
 
@@ -208,11 +228,16 @@ def test_scipy_is_imported_for_its_functions_only():
 def test_other_types_are_refused(function, dtype, xp):
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     name = "a" if function == "solve" else "an array"
-    with pytest.raises(lowprec.DTypeError, match=rf"^{function} takes float32, .*, and {name} is {dtype}; convert"):
+    with pytest.raises(
+        lowprec.DTypeError, match=rf"^{function} takes float32, .*, and {name} is {dtype}; convert"
+    ):
         call(function, xp, tuple(x.astype(narrow) for x in operands(function)))
     if FUNCTIONS[function][0] == 2 and dtype != "int8":
         a, b = operands(function)
-        with pytest.raises(lowprec.DTypeError, match=f"and {'b' if function == 'solve' else name} is {dtype}; convert"):
+        with pytest.raises(
+            lowprec.DTypeError,
+            match=f"and {'b' if function == 'solve' else name} is {dtype}; convert",
+        ):
             call(function, xp, (a, b.astype(narrow)))
 
 
@@ -222,7 +247,9 @@ def test_two_libraries_are_refused(function, xp, other_xp):
         return
     a, b = operands(function)
     names = [n.removesuffix("_only") for n in (xp.name, other_xp.name)]
-    with pytest.raises(lowprec.ArrayError, match=f"^{function} takes .* one library, got {names[0]} and {names[1]}"):
+    with pytest.raises(
+        lowprec.ArrayError, match=f"^{function} takes .* one library, got {names[0]} and {names[1]}"
+    ):
         getattr(linalg, function)(xp.asarray(a), other_xp.asarray(b))
 
 
@@ -303,7 +330,10 @@ def cupy(monkeypatch):
 def test_cupys_functions_are_called(function):
     arrays = operands(function)
     for wrap in (to_device, OnlyOnDevice):
-        result, want = getattr(linalg, function)(*map(wrap, arrays)), getattr(linalg, function)(*arrays)
+        result, want = (
+            getattr(linalg, function)(*map(wrap, arrays)),
+            getattr(linalg, function)(*arrays),
+        )
         pairs = zip(result, want, strict=True) if isinstance(want, tuple) else [(result, want)]
         for got, expected in pairs:
             assert isinstance(got, OnDevice)
@@ -312,7 +342,9 @@ def test_cupys_functions_are_called(function):
 
 @pytest.mark.usefixtures("cupy")
 def test_functions_missing_from_cupy():
-    with pytest.raises(lowprec.UnsupportedError, match=r"cupy 14.* expm \(cupy\.linalg\.expm or .*; cupyx is not"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match=r"cupy 14.* expm \(cupy\.linalg\.expm or .*; cupyx is not"
+    ):
         linalg.expm(to_device(np.eye(3)))
 
 

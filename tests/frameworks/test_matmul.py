@@ -71,7 +71,10 @@ def test_shapes(xp, dtype, shapes, rng):
 @pytest.mark.sampled(3)
 def test_zero_size(xp, dtype, shapes, rng):
     a, b = (make(rng, *s, dtype=dtype) for s in shapes)
-    like = np.zeros(np.matmul(np.zeros(shapes[0]), np.zeros(shapes[1])).shape, np.int32 if dtype == "int8" else a.dtype)
+    like = np.zeros(
+        np.matmul(np.zeros(shapes[0]), np.zeros(shapes[1])).shape,
+        np.int32 if dtype == "int8" else a.dtype,
+    )
     got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b)), like)
     assert (got == 0).all()
 
@@ -79,7 +82,13 @@ def test_zero_size(xp, dtype, shapes, rng):
 def test_an_empty_sum_leaves_the_epilogue(xp, rng):
     a, b, c, bias = make(rng, 2, 0), make(rng, 0, 3), make(rng, 2, 3), make(rng, 3)
     got = lowprec.matmul(
-        xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=2.0, bias=xp.asarray(bias), activation="relu", alpha=3.0
+        xp.asarray(a),
+        xp.asarray(b),
+        c=xp.asarray(c),
+        beta=2.0,
+        bias=xp.asarray(bias),
+        activation="relu",
+        alpha=3.0,
     )
     # 2 c is exact, so that the sum is rounded once.
     np.testing.assert_array_equal(xp.to_numpy(got), np.maximum(2 * c + bias, 0))
@@ -124,7 +133,9 @@ VIEWS = {
     "a batch of one": lambda x: x[None, :20, :30],
     "a batch of columns": lambda x: np.moveaxis(x[:60, :30].reshape(20, 3, 30), 1, 0),
     "a batch, reversed": lambda x: x[:60, :30].reshape(3, 20, 30)[::-1],
-    "a batch as the last axis": lambda x: np.moveaxis(x[:60, :60].reshape(60, 20, 3)[:30], 2, 0).swapaxes(1, 2),
+    "a batch as the last axis": lambda x: np.moveaxis(
+        x[:60, :60].reshape(60, 20, 3)[:30], 2, 0
+    ).swapaxes(1, 2),
     "one matrix repeated": lambda x: np.broadcast_to(x[:20, :30], (4, 20, 30)),
 }
 
@@ -229,7 +240,9 @@ def epilogue_of(name, xp, dtype, rng):
 def test_epilogues(xp, name, dtype, rng):
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
     then, given = epilogue_of(name, xp, dtype, rng)
-    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b), **given), np.empty((20, 25), a.dtype))
+    got = assert_result(
+        xp, lowprec.matmul(xp.asarray(a), xp.asarray(b), **given), np.empty((20, 25), a.dtype)
+    )
     oracles.assert_expression(got, a, b, then=then)
 
 
@@ -249,7 +262,9 @@ def test_a_sum_of_int8_and_bias_beyond_int32_saturates(machine, sign, activation
     product = a.astype(np.int64) @ b.astype(np.int64)
     assert abs(product).max() > 2**31 - 2**25
     top, bottom = 2**31 - 1, -(2**31)
-    bias = np.array([0, 1, -1, 16383, 16384, 20000, top, top - 1, bottom, bottom + 1, -(2**24), 2**24])
+    bias = np.array(
+        [0, 1, -1, 16383, 16384, 20000, top, top - 1, bottom, bottom + 1, -(2**24), 2**24]
+    )
     want = saturated(product + bias)
     assert (want != product + bias).sum() >= 2
     with on(machine):
@@ -266,7 +281,9 @@ def test_c_and_bias_broadcast(xp, a_shape, b_shape, rng):
     shape = np.matmul(a, b).shape
     bias = make(rng, 25)
     for c in (make(rng, *shape), make(rng, 25), np.broadcast_to(np.float32(2), shape)):
-        got = lowprec.matmul(xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.5, bias=xp.asarray(bias))
+        got = lowprec.matmul(
+            xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.5, bias=xp.asarray(bias)
+        )
         then = Epilogue(beta=0.5, c=np.broadcast_to(c, shape), bias=bias)
         oracles.assert_expression(xp.to_numpy(got), a, b, then=then)
 
@@ -311,7 +328,10 @@ def writable(request):
 
 @pytest.mark.parametrize(
     ("dtype", "shapes"),
-    [*[(dtype, ((20, 30), (30, 25))) for dtype in DTYPES], *[("float32", s) for s in (*SHAPES[:5], ((2, 0), (0, 3)))]],
+    [
+        *[(dtype, ((20, 30), (30, 25))) for dtype in DTYPES],
+        *[("float32", s) for s in (*SHAPES[:5], ((2, 0), (0, 3)))],
+    ],
     ids=str,
 )
 def test_out_is_filled_and_returned(writable, dtype, shapes, rng):
@@ -349,7 +369,9 @@ def test_out_may_share_memory_with_an_operand(mode, overlap, n, machine, rng):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"])
+@pytest.mark.parametrize(
+    "where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"]
+)
 @pytest.mark.parametrize("n", [6, 260])
 @every_mode
 def test_out_may_share_memory_with_c_and_bias(mode, where, n, machine, rng):
@@ -434,14 +456,19 @@ BAD_CALLS = [
 @pytest.mark.parametrize(("name", "value", "error", "match"), BAD_CALLS, ids=str)
 def test_bad_arguments(name, value, error, match):
     with pytest.raises(error, match=match):
-        lowprec.matmul(ones(2, 3), ones(3, 4), **{name: value, **({"beta": 1.0} if name == "c" else {})})
+        lowprec.matmul(
+            ones(2, 3), ones(3, 4), **{name: value, **({"beta": 1.0} if name == "c" else {})}
+        )
 
 
 def test_a_failed_call_leaves_out_alone(writable):
     out = writable.asarray(np.full((2, 4), 7, np.float32))
     with pytest.raises(lowprec.ShapeError, match="bias"):
         lowprec.matmul(
-            writable.asarray(ones(2, 3)), writable.asarray(ones(3, 4)), out=out, bias=writable.asarray(ones(9))
+            writable.asarray(ones(2, 3)),
+            writable.asarray(ones(3, 4)),
+            out=out,
+            bias=writable.asarray(ones(9)),
         )
     assert (writable.to_numpy(out) == 7).all()
 
@@ -459,5 +486,7 @@ def test_more_bytes_than_addresses_are_refused(torch, math_mode):
     with pytest.raises(lowprec.ShapeError, match=r"a of shape .* exceeds the address space"):
         lowprec.matmul(one.expand(1, 2**61), one.expand(2**61, 1), math_mode=math_mode)
     empty = np.empty((2**33, 0), np.float32)
-    with pytest.raises(lowprec.ShapeError, match=r"the result of shape .* exceeds the address space"):
+    with pytest.raises(
+        lowprec.ShapeError, match=r"the result of shape .* exceeds the address space"
+    ):
         lowprec.matmul(empty, empty.T, math_mode=math_mode)

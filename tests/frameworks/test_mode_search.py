@@ -62,7 +62,10 @@ def test_the_change_is_within_the_tolerance(torch, lt, rtol):
 def test_no_cheaper_choice_of_two_layers_fits(torch, lt):
     """The search is compared with all choices."""
     torch.manual_seed(1)
-    net, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)), torch.randn(8, 16)
+    net, x = (
+        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)),
+        torch.randn(8, 16),
+    )
     modes = ("bf16", "tf32", "fp32")
     true = net(x).detach()
     for rtol in (3e-3, 1e-3, 3e-4):
@@ -84,7 +87,9 @@ def test_changes_that_add_up_are_corrected_by_the_measured_one():
         measured.append(sum((1.0, 0.1, 0.0)[i] for i in chosen.values()))
         return measured[-1]
 
-    chosen, change = _choose(dict.fromkeys("abcd", (1.0, 0.1)), dict.fromkeys("abcd", 0.25), 2.15, measure)
+    chosen, change = _choose(
+        dict.fromkeys("abcd", (1.0, 0.1)), dict.fromkeys("abcd", 0.25), 2.15, measure
+    )
     assert sorted(chosen.values()) == [0, 1, 1, 1]
     assert measured == [4.0, change] == [4.0, pytest.approx(1.3)]
 
@@ -118,7 +123,9 @@ def test_refusals(torch, lt):
     with pytest.raises(SettingError, match="the function returned None; return tensors or numbers"):
         lt.search_modes(lambda: [net(x)].clear(), rtol=1)
     results = iter(range(10))
-    with pytest.raises(SettingError, match=r"two calls of the function in FP32 differ by 1\.0e\+00"):
+    with pytest.raises(
+        SettingError, match=r"two calls of the function in FP32 differ by 1\.0e\+00"
+    ):
         lt.search_modes(lambda: net(x) * (1 + next(results)), rtol=0.1)
 
 

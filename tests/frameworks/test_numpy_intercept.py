@@ -19,7 +19,8 @@ from lowprec.core.interception_report import PassedBy
 from support.programs import in_threads, run_python
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or library.library() is None, reason="interception needs Linux and the compiled kernels"
+    sys.platform != "linux" or library.library() is None,
+    reason="interception needs Linux and the compiled kernels",
 )
 
 #: Unit roundoff of bfloat16, to which both operands of a product are rounded.
@@ -76,7 +77,11 @@ def test_rules_by_routine():
     with ln.intercept({"dot": "bf16", "gemv": "fp32", "*": "bf16"}) as seen:
         assert x[0] @ x[0] == (x @ x)[0, 0] == 4
         assert (x @ x[0])[0] > 4
-    assert {p.operator: p.mode for p in seen.report().taken} == {"dot": "bf16", "gemv": "fp32", "gemm": "bf16"}
+    assert {p.operator: p.mode for p in seen.report().taken} == {
+        "dot": "bf16",
+        "gemv": "fp32",
+        "gemm": "bf16",
+    }
 
 
 def test_modes_that_quantise_leave_vectors_in_bf16():
@@ -94,16 +99,23 @@ def test_the_guard_takes_precedence():
         with lowprec.fp32_guard(frameworks=False):
             assert (x @ x)[0, 0] > 4
         assert (x @ x)[0, 0] == 4
-    assert {(p.operator, p.mode, p.count) for p in seen.report().taken} == {("gemm", "fp32", 1), ("gemm", "bf16", 1)}
+    assert {(p.operator, p.mode, p.count) for p in seen.report().taken} == {
+        ("gemm", "fp32", 1),
+        ("gemm", "bf16", 1),
+    }
 
 
 def test_a_pattern_without_a_routine_is_refused():
-    with pytest.raises(lowprec.ModeError, match=r"^'net' matches no routine; they are gemm, gemv, symm"):
+    with pytest.raises(
+        lowprec.ModeError, match=r"^'net' matches no routine; they are gemm, gemv, symm"
+    ):
         ln.intercept({"net": "bf16"})
 
 
 def test_a_mode_without_one_kernel_is_refused():
-    with pytest.raises(lowprec.UnsupportedError, match="not taken in fp64, which has no compiled kernel"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="not taken in fp64, which has no compiled kernel"
+    ):
         ln.intercept("fp64").__enter__()
 
 
@@ -260,7 +272,8 @@ def test_a_scope_is_of_the_thread_not_of_a_task():
 
 
 def test_the_products_of_lowprec_are_not_taken():
-    pytest.importorskip("scipy.linalg", reason="scipy is not installed")  # its import is no part of the block
+    # its import is no part of the block
+    pytest.importorskip("scipy.linalg", reason="scipy is not installed")
     x = np.full((64, 64), 1 + 2.0**-12)
     plain, y = x @ x, x.astype(np.float32)
     with ln.intercept("bf16", cast=True) as seen:

@@ -12,7 +12,8 @@ from lowprec.backends.cpu import library
 from support.native import compiled, openblas
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or library.library() is None, reason="interception needs Linux and the compiled kernels"
+    sys.platform != "linux" or library.library() is None,
+    reason="interception needs Linux and the compiled kernels",
 )
 
 #: One worker, created at the first call, that runs each parallel region next to the calling thread.
@@ -72,9 +73,18 @@ def test_workers_of_llvm_carry_the_scope(tmp_path):
     (tmp_path / "region.cpp").write_text(REGION)
     shared = ["-shared", "-fPIC", "-pthread"]
     runtime = os.environ.get("LOWPREC_TEST_OPENMP")
-    runtime = runtime or str(compiled(tmp_path, tmp_path / "runtime.cpp", *shared, name="libruntime.so"))
-    needed = [runtime, f"-Wl,-rpath,{os.path.dirname(runtime)}", str(path), f"-Wl,-rpath,{path.parent}"]
-    region = ctypes.CDLL(str(compiled(tmp_path, tmp_path / "region.cpp", *shared, *needed, name="libregion.so")))
+    runtime = runtime or str(
+        compiled(tmp_path, tmp_path / "runtime.cpp", *shared, name="libruntime.so")
+    )
+    needed = [
+        runtime,
+        f"-Wl,-rpath,{os.path.dirname(runtime)}",
+        str(path),
+        f"-Wl,-rpath,{path.parent}",
+    ]
+    region = ctypes.CDLL(
+        str(compiled(tmp_path, tmp_path / "region.cpp", *shared, *needed, name="libregion.so"))
+    )
     x, one, found = np.float32([1 + 2.0**-9]), np.float32([1]), np.zeros(2, np.float32)
 
     def products():

@@ -13,7 +13,8 @@ from lowprec.backends.cpu import library
 from lowprec.core.interception_report import PassedBy
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or library.library() is None, reason="interception needs Linux and the compiled kernels"
+    sys.platform != "linux" or library.library() is None,
+    reason="interception needs Linux and the compiled kernels",
 )
 
 #: Unit roundoff of bfloat16, to which both operands of a product are rounded.
@@ -136,7 +137,12 @@ def test_a_product_is_taken(name, dtype):
 
 
 #: NumPy convolves complex vectors by loops of its own.
-KEPT_OF_TYPES = [(name, dtype) for name in KEPT for dtype in TYPES if name != "convolve" or np.dtype(dtype).kind == "f"]
+KEPT_OF_TYPES = [
+    (name, dtype)
+    for name in KEPT
+    for dtype in TYPES
+    if name != "convolve" or np.dtype(dtype).kind == "f"
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), KEPT_OF_TYPES)
@@ -148,7 +154,11 @@ def test_products_of_vectors_and_in_solvers_keep_their_precision(name, dtype):
     report = seen.report()
     assert np.array_equal(found, plain)
     assert not report.taken
-    assert {p.passed_by for p in report.passed} <= {PassedBy.VECTORS, PassedBy.LINEAR_ALGEBRA, PassedBy.LAYER}
+    assert {p.passed_by for p in report.passed} <= {
+        PassedBy.VECTORS,
+        PassedBy.LINEAR_ALGEBRA,
+        PassedBy.LAYER,
+    }
     assert all(p.multiplications for p in report.passed)
 
 
@@ -185,10 +195,16 @@ def test_calls_of_scipy_are_taken_or_counted(name):
     report = seen.report()
     assert {p.operator for p in report.taken} == taken
     assert {p.operator for p in report.passed} == passed
-    assert all(p.count == 1 for p in report.products), "a query of the size of a workspace is no call"
+    assert all(p.count == 1 for p in report.products), (
+        "a query of the size of a workspace is no call"
+    )
     assert np.array_equal(found, plain) is not bool(taken)
     # Two operands rounded once.
-    assert np.linalg.norm(found - plain) <= (2 * UNIT + UNIT**2) * np.linalg.norm(call(np.abs(a), linalg)) or not taken
+    assert (
+        np.linalg.norm(found - plain)
+        <= (2 * UNIT + UNIT**2) * np.linalg.norm(call(np.abs(a), linalg))
+        or not taken
+    )
 
 
 @pytest.mark.parametrize("name", OF_LOOPS)
@@ -206,7 +222,9 @@ def test_products_of_numpys_loops_are_counted(name):
     assert product.multiplications == multiplications
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp32", "fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
+@pytest.mark.parametrize(
+    "mode", ["bf16", "fp32", "fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"]
+)
 def test_float16_has_the_bits_of_matmul(mode):
     a, b = draw(37, 300).astype(np.float16), draw(300, 221, seed=1).astype(np.float16)
     operands = {
@@ -301,10 +319,15 @@ OF_LIBRARIES = {
         "multivariate_normal": (BOTH, lambda m, a, s: m.multivariate_normal(a[0], s).pdf(a)),
     },
     "scipy.optimize": {
-        "L-BFGS-B": (PASSED, lambda m, a, s: m.minimize(lambda x: ((x - 1) ** 4).sum(), a[0], method="L-BFGS-B")),
+        "L-BFGS-B": (
+            PASSED,
+            lambda m, a, s: m.minimize(lambda x: ((x - 1) ** 4).sum(), a[0], method="L-BFGS-B"),
+        ),
         "least_squares": (BOTH, lambda m, a, s: m.least_squares(lambda x: s @ x - a[0], a[0])),
     },
-    "scipy.interpolate": {"RBFInterpolator": (BOTH, lambda m, a, s: m.RBFInterpolator(a[:, :2], a[0])(a[:5, :2]))},
+    "scipy.interpolate": {
+        "RBFInterpolator": (BOTH, lambda m, a, s: m.RBFInterpolator(a[:, :2], a[0])(a[:5, :2]))
+    },
     "scipy.signal": {"convolve": (NEITHER, lambda m, a, s: m.convolve(a, a[:3, :3]))},
     "sklearn.linear_model": {
         "LinearRegression": (PASSED, lambda m, a, s: m.LinearRegression().fit(a, a[0])),
@@ -315,14 +338,25 @@ OF_LIBRARIES = {
         "PCA": (PASSED, lambda m, a, s: m.PCA(3).fit_transform(a)),
         "NMF": (BOTH, lambda m, a, s: m.NMF(2, init="random", random_state=0).fit(abs(a))),
     },
-    "sklearn.cluster": {"KMeans": (BOTH, lambda m, a, s: m.KMeans(3, n_init=1, random_state=0).fit(a))},
+    "sklearn.cluster": {
+        "KMeans": (BOTH, lambda m, a, s: m.KMeans(3, n_init=1, random_state=0).fit(a))
+    },
     "sklearn.svm": {"SVC": (PASSED, lambda m, a, s: m.SVC().fit(a, a[0] > 0))},
     "sklearn.neighbors": {
-        "NearestNeighbors": (BOTH, lambda m, a, s: m.NearestNeighbors(algorithm="brute").fit(a).kneighbors(a))
+        "NearestNeighbors": (
+            BOTH,
+            lambda m, a, s: m.NearestNeighbors(algorithm="brute").fit(a).kneighbors(a),
+        )
     },
-    "sklearn.mixture": {"GaussianMixture": (BOTH, lambda m, a, s: m.GaussianMixture(2, random_state=0).fit(a))},
-    "sklearn.ensemble": {"RandomForest": (NEITHER, lambda m, a, s: m.RandomForestClassifier(5).fit(a, a[0] > 0))},
-    "dask.array": {"@": (TAKEN, lambda m, a, s: (m.from_array(a) @ m.from_array(a)).compute(scheduler="sync"))},
+    "sklearn.mixture": {
+        "GaussianMixture": (BOTH, lambda m, a, s: m.GaussianMixture(2, random_state=0).fit(a))
+    },
+    "sklearn.ensemble": {
+        "RandomForest": (NEITHER, lambda m, a, s: m.RandomForestClassifier(5).fit(a, a[0] > 0))
+    },
+    "dask.array": {
+        "@": (TAKEN, lambda m, a, s: (m.from_array(a) @ m.from_array(a)).compute(scheduler="sync"))
+    },
     "pandas": {
         "@": (TAKEN, lambda m, a, s: m.DataFrame(a) @ m.DataFrame(a)),
         "cov": (TAKEN, lambda m, a, s: m.DataFrame(a).cov()),
@@ -332,7 +366,9 @@ OF_LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize(("library", "name"), [(x, y) for x, rows in OF_LIBRARIES.items() for y in rows])
+@pytest.mark.parametrize(
+    ("library", "name"), [(x, y) for x, rows in OF_LIBRARIES.items() for y in rows]
+)
 def test_products_of_libraries_are_taken_or_counted(library, name):
     module = pytest.importorskip(library, reason=f"{library.partition('.')[0]} is not installed")
     (takes, passes), call = OF_LIBRARIES[library][name]

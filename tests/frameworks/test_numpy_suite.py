@@ -68,12 +68,20 @@ class TestNumPysMatmul(test_multiarray.TestMatmul):
         monkeypatch.setattr(test_multiarray, "np", NumPyWith(calls))
         self.matmul = calls.matmul
         yield
-        exceptions_alone = {"test_exceptions", "test_matmul_exception_multiply", "test_matmul_exception_add"}
-        assert calls.count or name in exceptions_alone | EXCLUDED.keys(), "lowprec computed nothing in this test"
+        exceptions_alone = {
+            "test_exceptions",
+            "test_matmul_exception_multiply",
+            "test_matmul_exception_add",
+        }
+        assert calls.count or name in exceptions_alone | EXCLUDED.keys(), (
+            "lowprec computed nothing in this test"
+        )
 
 
 for _name, _why in EXCLUDED.items():
-    _fails = pytest.mark.xfail(reason=_why, raises=(lowprec.LowprecError, AssertionError), strict=True)
+    _fails = pytest.mark.xfail(
+        reason=_why, raises=(lowprec.LowprecError, AssertionError), strict=True
+    )
     setattr(TestNumPysMatmul, _name, _fails(getattr(test_multiarray.TestMatmul, _name)))
 
 
@@ -87,9 +95,16 @@ def test_numpys_test_files_pass_inside_the_block(tmp_path):
     options = ["-q", "-p", "numpy_scope", "-p", "no:cacheprovider", "-c", "/dev/null"]
     options += ["--rootdir", str(tmp_path), "-k", DESELECTED, "-m", "not slow", "--pyargs", *FILES]
     paths = [str(Path(__file__).parent), *filter(None, sys.path)]
-    code = f"import sys; sys.path[:0] = {paths!r}; import pytest; sys.exit(pytest.main({options!r}))"
+    code = (
+        f"import sys; sys.path[:0] = {paths!r}; import pytest; sys.exit(pytest.main({options!r}))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600, cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 400

@@ -9,7 +9,8 @@ from lowprec.backends.cpu import library
 from support.programs import run_python
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or library.library() is None, reason="interception needs Linux and the compiled kernels"
+    sys.platform != "linux" or library.library() is None,
+    reason="interception needs Linux and the compiled kernels",
 )
 
 ARRAYS = {

@@ -23,7 +23,18 @@ from lowprec.backends.cpu import backend as cpu
 from lowprec.core.call import PRODUCTS, bind
 
 _TYPES = ("float32",) * 8 + (
-    *("float64", "float16", "float16", "bfloat16", "bfloat16", "complex64", "complex128", "int8", "int8", "int32"),
+    *(
+        "float64",
+        "float16",
+        "float16",
+        "bfloat16",
+        "bfloat16",
+        "complex64",
+        "complex128",
+        "int8",
+        "int8",
+        "int32",
+    ),
     *("bool", "float8_e4m3fn"),
 )
 #: Values of each keyword; the first is its default.
@@ -33,7 +44,18 @@ _VALUES = {
     "activation": (None, "relu", "gelu", "tanh", ["relu"]),
     "out_dtype": (None, "float32", "bfloat16", "float16", "float64", "int32", "int16", "half"),
     "math_mode": (
-        *(None, "fp32", "tf32", "bf16", "BF16X3", "fp64", "mxfp8", "int8", "fp8_rows", "mxfp8(scale_rule=rceil)"),
+        *(
+            None,
+            "fp32",
+            "tf32",
+            "bf16",
+            "BF16X3",
+            "fp64",
+            "mxfp8",
+            "int8",
+            "fp8_rows",
+            "mxfp8(scale_rule=rceil)",
+        ),
         *(lowprec.Recipe.fp8_training(), "bf17", 3, "mxfp8(scale_rule=up)", "mxfp9/mxfp8"),
     ),
     "rtol": (None, 1e-2, 1e-6, 1e-30, "close", -1.0),
@@ -76,7 +98,15 @@ def random_call(rng):
     keywords = {}
     for name, values in _VALUES.items():
         if rng.random() < (0.7 if name == "beta" and has_c else 0.12):
-            legal = {"alpha": 7, "beta": 5, "activation": 3, "out_dtype": 4, "math_mode": 11, "rtol": 3, "bound": 3}
+            legal = {
+                "alpha": 7,
+                "beta": 5,
+                "activation": 3,
+                "out_dtype": 4,
+                "math_mode": 11,
+                "rtol": 3,
+                "bound": 3,
+            }
             keywords[name] = values[rng.integers(0, len(values) if wrong else legal[name])]
     return arrays, keywords
 
@@ -90,7 +120,11 @@ def arrays_of(call, seed):
             shape, label = spec
             dtype = np.dtype(getattr(ml_dtypes, label, label))
             values = rng.integers(-2, 3, shape).astype(dtype)
-            made[name] = values.swapaxes(-1, -2).copy().swapaxes(-1, -2) if len(shape) > 1 and seed % 3 == 0 else values
+            made[name] = (
+                values.swapaxes(-1, -2).copy().swapaxes(-1, -2)
+                if len(shape) > 1 and seed % 3 == 0
+                else values
+            )
     return made
 
 
@@ -116,7 +150,11 @@ def difference(plain, other, look=np.asarray):
         return "type of the result"
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     # Small integers: only gelu, narrow results and the factors round.
-    return "" if np.allclose(x.astype(wide), y.astype(wide), rtol=0.05, atol=0.05, equal_nan=True) else "values"
+    return (
+        ""
+        if np.allclose(x.astype(wide), y.astype(wide), rtol=0.05, atol=0.05, equal_nan=True)
+        else "values"
+    )
 
 
 def compare(count, seed, ways):
@@ -134,7 +172,9 @@ def compare(count, seed, ways):
             if kind:
                 seen[f"{name}: {kind}"] += 1
                 examples.setdefault(f"{name}: {kind}", (call, plain, other))
-    assert not seen, f"{dict(seen)} of {count}\n" + "\n".join(f"{k}: {v}" for k, v in examples.items())
+    assert not seen, f"{dict(seen)} of {count}\n" + "\n".join(
+        f"{k}: {v}" for k, v in examples.items()
+    )
     assert 0.2 * count < raised < 0.8 * count, "both kinds of calls are compared"
 
 
@@ -145,13 +185,22 @@ COUNTS = [pytest.param(2000, id="some"), pytest.param(20000, id="all", marks=pyt
 def _on_torch(call, arrays, i):
     xp, keywords = load_or_skip(Backend.TORCH), call[1]
     tensors = {name: xp.asarray(x) for name, x in arrays.items()}
-    plain = outcome(lambda: lowprec.matmul(tensors["a"], tensors["b"], **_rest(tensors), **keywords))
+    plain = outcome(
+        lambda: lowprec.matmul(tensors["a"], tensors["b"], **_rest(tensors), **keywords)
+    )
     recorded = {
-        name: x.clone().requires_grad_() if (x.is_floating_point() or x.is_complex()) and (i >> bit) % 4 != 3 else x
+        name: x.clone().requires_grad_()
+        if (x.is_floating_point() or x.is_complex()) and (i >> bit) % 4 != 3
+        else x
         for bit, (name, x) in enumerate(tensors.items())
     }
     product = lowprec.torch.matmul if i % 2 else lowprec.matmul
-    others = [("grad", outcome(lambda: product(recorded["a"], recorded["b"], **_rest(recorded), **keywords)))]
+    others = [
+        (
+            "grad",
+            outcome(lambda: product(recorded["a"], recorded["b"], **_rest(recorded), **keywords)),
+        )
+    ]
     names = sorted(tensors)
 
     def mapped(*stacks):
@@ -173,7 +222,9 @@ def test_tensors_that_pytorch_records_or_maps(count):
     compare(count, 1, _on_torch)
 
 
-@pytest.mark.parametrize("count", [pytest.param(20, id="some"), pytest.param(250, id="all", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(20, id="some"), pytest.param(250, id="all", marks=pytest.mark.sweep)]
+)
 def test_compiled_tensors(torch, count):
     xp = load_or_skip(Backend.TORCH)
 
@@ -185,13 +236,19 @@ def test_compiled_tensors(torch, count):
 
         torch._dynamo.reset()
         compiled = torch.compile(multiply, backend="eager", dynamic=[None, True][i % 2])
-        return xp.to_numpy, outcome(lambda: multiply(**tensors)), [("compiled", outcome(lambda: compiled(**tensors)))]
+        return (
+            xp.to_numpy,
+            outcome(lambda: multiply(**tensors)),
+            [("compiled", outcome(lambda: compiled(**tensors)))],
+        )
 
     compare(count, 2, ways)
 
 
 # Tracing takes most of the time.
-@pytest.mark.parametrize("count", [pytest.param(600, id="some"), pytest.param(6000, id="all", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(600, id="some"), pytest.param(6000, id="all", marks=pytest.mark.sweep)]
+)
 def test_arrays_that_jax_traces(jax, count):
 
     def ways(call, arrays, i):
@@ -223,11 +280,17 @@ def test_dask_arrays(count):
     def ways(call, arrays, i):
         keywords = {name: x for name, x in call[1].items() if name in _OF_DASK}
         a, b = arrays["a"], arrays["b"]
-        lazy = [da.from_array(x, chunks=2 if i % 2 and "rtol" not in keywords else -1) for x in (a, b)]
+        lazy = [
+            da.from_array(x, chunks=2 if i % 2 and "rtol" not in keywords else -1) for x in (a, b)
+        ]
 
         def multiply():
             found = lowprec.matmul(*lazy, **keywords)
-            return found.compute(scheduler="synchronous") if i % 5 == 0 else np.zeros(found.shape, found.dtype)
+            return (
+                found.compute(scheduler="synchronous")
+                if i % 5 == 0
+                else np.zeros(found.shape, found.dtype)
+            )
 
         plain = outcome(lambda: lowprec.matmul(a, b, **keywords))
         if i % 5 and not plain[0]:
@@ -252,11 +315,16 @@ def test_plan_of_the_same_call(count):
 
         def planned(a, b, **rest):
             plan = lowprec.plan(a, b, **rest, **keywords)
-            return np.zeros(plan.out_shape, getattr(ml_dtypes, plan.out_dtype.label, plan.out_dtype.label))
+            return np.zeros(
+                plan.out_shape, getattr(ml_dtypes, plan.out_dtype.label, plan.out_dtype.label)
+            )
 
         described = {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
         # First: the product may overwrite an operand.
-        others = [("plan", outcome(lambda: planned(**arrays))), ("description", outcome(lambda: planned(**described)))]
+        others = [
+            ("plan", outcome(lambda: planned(**arrays))),
+            ("description", outcome(lambda: planned(**described))),
+        ]
         return np.asarray, outcome(result), others
 
     compare(count, 5, ways)
@@ -281,7 +349,9 @@ def test_one_table_names_the_products_of_libraries():
     named = {}
     for folder in ("util", "arrays", "planning", "policy", "backends", "core"):
         for path in sorted((package / folder).rglob("*.py")):
-            found = set(re.findall(rf'"(lowprec\.(?:{upper})(?:\.\w+)*)(?::[\w.]+)?"', path.read_text()))
+            found = set(
+                re.findall(rf'"(lowprec\.(?:{upper})(?:\.\w+)*)(?::[\w.]+)?"', path.read_text())
+            )
             if found:
                 named[path.relative_to(package).as_posix()] = found
     products = {module for module, _ in PRODUCTS.values()}
@@ -293,7 +363,10 @@ def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product(torch):
     w = x.clone().requires_grad_()
     bias = torch.ones(4)
     found = []
-    for multiply in (lowprec.matmul, torch.vmap(lambda a, b, **k: lowprec.matmul(a, b, **k), in_dims=(0, 0))):
+    for multiply in (
+        lowprec.matmul,
+        torch.vmap(lambda a, b, **k: lowprec.matmul(a, b, **k), in_dims=(0, 0)),
+    ):
         with lowprec.profile() as prof:
             a, b = (x, w) if multiply is lowprec.matmul else (x[None], w[None])
             with lowprec.math_mode("bf16"):

@@ -7,7 +7,9 @@ import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 
-_STANDS_FOR = "is a prepared operand, which is accepted only as b of matmul and as the weight of linear"
+_STANDS_FOR = (
+    "is a prepared operand, which is accepted only as b of matmul and as the weight of linear"
+)
 
 
 def draw(*shape):
@@ -52,7 +54,8 @@ def test_torch(torch):
     torch.testing.assert_close(products.matmul(x, prepared), want, rtol=0, atol=0)
     torch.testing.assert_close(products.linear(x, prepared.T), want, rtol=0, atol=0)
     torch.testing.assert_close(
-        products.linear(x, lowprec.quantize(weight, "mxfp8")), lowprec.linear(x, lowprec.quantize(weight, "mxfp8"))
+        products.linear(x, lowprec.quantize(weight, "mxfp8")),
+        lowprec.linear(x, lowprec.quantize(weight, "mxfp8")),
     )
     with pytest.raises(lowprec.ArrayError, match=r"^a: expected an array, got a prepared operand"):
         products.matmul(prepared, weight)
@@ -85,7 +88,9 @@ def test_dask():
 def test_where_elements_are_asked_for():
     """Whatever is no product refuses it, in words; so does NumPy's own product, which would take it for a scalar."""
     a, prepared = draw(20, 128), lowprec.prepare(draw(128, 96))
-    message = "got a prepared operand, which is accepted only as b of matmul and as the weight of linear"
+    message = (
+        "got a prepared operand, which is accepted only as b of matmul and as the weight of linear"
+    )
     for call in (
         lambda: lowprec.einsum("ij,jk->ik", a, prepared),
         lambda: lowprec.tensordot(a, prepared, axes=1),

@@ -30,7 +30,12 @@ def same(found, want):
     assert (found.scales is None) == (want.scales is None)
     if want.scales is not None:
         np.testing.assert_array_equal(np.asarray(found.scales), want.scales)
-    assert (found.scale, found.shape, found.axis, found.format) == (want.scale, want.shape, want.axis, want.format)
+    assert (found.scale, found.shape, found.axis, found.format) == (
+        want.scale,
+        want.shape,
+        want.axis,
+        want.format,
+    )
     np.testing.assert_array_equal(np.asarray(found.dequantize()), want.dequantize())
 
 
@@ -41,7 +46,9 @@ def test_codes_are_arrays_of_the_library(backend, name):
     for axis in range(3):
         want, array = lowprec.quantize(x, name, axis), library.asarray(x)
         found = lowprec.quantize(array, name, axis)
-        parts = [part for part in (found.codes, found.scales, found.dequantize()) if part is not None]
+        parts = [
+            part for part in (found.codes, found.scales, found.dequantize()) if part is not None
+        ]
         assert {type(part) for part in parts} == {type(array)}
         same(found, want)
         same(pickle.loads(pickle.dumps(found)), want)
@@ -49,7 +56,9 @@ def test_codes_are_arrays_of_the_library(backend, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("backend", "module"), [(Backend.TORCH, "torch"), (Backend.JAX, "jax.numpy")])
+@pytest.mark.parametrize(
+    ("backend", "module"), [(Backend.TORCH, "torch"), (Backend.JAX, "jax.numpy")]
+)
 def test_the_functions_of_a_library_give_the_bits_of_numpy(monkeypatch, backend, module, name):
     """Arrays on a device are converted with the functions of their library; here the host counts as a device."""
     library, x = load_or_skip(backend), draw(3, 5, 70)
@@ -82,7 +91,10 @@ def test_torch(torch, name):
     if name == "int4":
         dtypes.remove(torch.float64)  # the largest number of a block is a tie in float32 alone
     for dtype in dtypes:
-        same(lowprec.quantize(tensor.to(dtype), name), lowprec.quantize(tensor.to(dtype).float().numpy(), name))
+        same(
+            lowprec.quantize(tensor.to(dtype), name),
+            lowprec.quantize(tensor.to(dtype).float().numpy(), name),
+        )
     parameter = torch.nn.Parameter(tensor)
     with pytest.raises(lowprec.ArrayError, match=r"requires grad.*pass tensor\.detach\(\)"):
         lowprec.quantize(parameter, name)
@@ -106,7 +118,10 @@ def test_torch(torch, name):
 def test_jax(jax, name):
     x = draw(3, 5, 70)
     array = jax.numpy.asarray(x)
-    same(lowprec.quantize(array.astype("bfloat16"), name), lowprec.quantize(x.astype(jax.numpy.bfloat16), name))
+    same(
+        lowprec.quantize(array.astype("bfloat16"), name),
+        lowprec.quantize(x.astype(jax.numpy.bfloat16), name),
+    )
     for transform in (jax.jit, jax.vmap, jax.jacfwd):
         with pytest.raises(lowprec.ArrayError, match="tracer"):
             transform(lambda y: lowprec.quantize(y, name).dequantize())(array)
@@ -138,7 +153,9 @@ def test_scales_of_other_types_and_scalar_arrays(backend, rng):
     for scale in (np.float32(x.scale), xp.asarray(np.array(x.scale, np.float32))):
         same(lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, scale), x)
     with pytest.raises(lowprec.SettingError, match="scale of nvfp4 is a positive number"):
-        lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, xp.asarray(np.ones(2, np.float32)))
+        lowprec.QuantizedArray(
+            x.codes, x.scales, "nvfp4", x.shape, x.axis, xp.asarray(np.ones(2, np.float32))
+        )
 
 
 def test_jax_divides_as_numpy(monkeypatch):

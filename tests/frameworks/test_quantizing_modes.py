@@ -45,7 +45,9 @@ def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(torch, mode)
     found = torch.autograd.grad(y, (x, w), torch.from_numpy(g))
     expected = gradients(a, b, g, mode)
     assert all(np.array_equal(u.numpy(), v) for u, v in zip(found, expected, strict=True))
-    pulled = torch.func.vjp(lambda x, w: lowprec.matmul(x, w, math_mode=mode), x, w)[1](torch.from_numpy(g))
+    pulled = torch.func.vjp(lambda x, w: lowprec.matmul(x, w, math_mode=mode), x, w)[1](
+        torch.from_numpy(g)
+    )
     assert all(np.array_equal(u.detach().numpy(), v) for u, v in zip(pulled, expected, strict=True))
 
 
@@ -54,7 +56,9 @@ def test_a_small_column_of_gradients_keeps_its_precision_in_fp8_blocks(torch):
     a, b, g = operands((256, 64), (64, 128), (256, 128))
     g[:, 7] *= 1e-6
     x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
-    (found,) = torch.autograd.grad(lowprec.matmul(x, w, math_mode="fp8_blocks"), w, torch.from_numpy(g))
+    (found,) = torch.autograd.grad(
+        lowprec.matmul(x, w, math_mode="fp8_blocks"), w, torch.from_numpy(g)
+    )
     exact = a.T.astype(float) @ g
     error = np.linalg.norm(found.numpy()[:, 7] - exact[:, 7]) / np.linalg.norm(exact[:, 7])
     assert error < 0.06, "each operand within 2^-4 of its numbers, half of them on average"
@@ -89,9 +93,13 @@ def test_a_layer_knows_its_weight(torch, lt):
     torch.manual_seed(0)
     layer, x = lt.Linear(64, 32, math_mode=recipe), torch.randn(5, 64)
     square = Recipe("nvfp4", weight_block=(16, 16), knows_weight=True)
-    expected = lowprec.matmul(x, layer.weight.detach().T, bias=layer.bias.detach(), math_mode=square)
+    expected = lowprec.matmul(
+        x, layer.weight.detach().T, bias=layer.bias.detach(), math_mode=square
+    )
     assert torch.equal(layer(x), expected)
-    assert not torch.equal(expected, lowprec.linear(x, layer.weight.detach(), layer.bias.detach(), math_mode=recipe))
+    assert not torch.equal(
+        expected, lowprec.linear(x, layer.weight.detach(), layer.bias.detach(), math_mode=recipe)
+    )
     shared = lt.Linear.sharing(layer)
     compiled = torch.compile(shared, backend="eager")
     with lowprec.math_mode(recipe):
@@ -103,27 +111,38 @@ def test_a_layer_knows_its_weight(torch, lt):
     forward = lowprec.matmul(torch.eye(64), weight.T, math_mode=square)
     backward = lowprec.matmul(torch.ones(64, 32), weight, math_mode=square.of("grad_input"))
     assert torch.equal(x.grad, backward)
-    assert torch.allclose(backward[0], forward.sum(1), atol=1e-5), "both products see the same numbers of the weight"
+    assert torch.allclose(backward[0], forward.sum(1), atol=1e-5), (
+        "both products see the same numbers of the weight"
+    )
 
 
 def test_each_layer_has_its_random_numbers(torch, lt):
     recipe, x = Recipe("mxfp4", rounding="stochastic", seed=1), torch.randn(5, 64)
     first = lt.Linear(64, 32, math_mode=recipe)
-    second, again = (lt.Linear.sharing(first, math_mode=recipe, number=n) for n in (None, first.number))
+    second, again = (
+        lt.Linear.sharing(first, math_mode=recipe, number=n) for n in (None, first.number)
+    )
     assert not torch.equal(first(x), second(x))
     assert torch.equal(first(x), again(x))
-    expected = lowprec.linear(x, first.weight.detach(), first.bias.detach(), math_mode=recipe.at(layer=first.number))
+    expected = lowprec.linear(
+        x, first.weight.detach(), first.bias.detach(), math_mode=recipe.at(layer=first.number)
+    )
     assert torch.equal(first(x), expected)
     first, second = (lt.Linear.sharing(first) for _ in range(2))
     with lowprec.math_mode(recipe):
         assert not torch.equal(first(x), second(x))
-    both = [Recipe.nvfp4_training(seed=1), Recipe("nvfp4", weight_block=(16, 16), rounding="stochastic", seed=1)]
+    both = [
+        Recipe.nvfp4_training(seed=1),
+        Recipe("nvfp4", weight_block=(16, 16), rounding="stochastic", seed=1),
+    ]
     for recipe in both:
         found = []
         for layer in (1, 2):
             with lowprec.math_mode(recipe.at(3, layer)):
                 g = torch.autograd.grad((first(x) ** 2).sum(), first.weight)[0]
-                assert torch.equal(g, torch.autograd.grad((second(x) ** 2).sum(), second.weight)[0]), "a given layer"
+                assert torch.equal(
+                    g, torch.autograd.grad((second(x) ** 2).sum(), second.weight)[0]
+                ), "a given layer"
                 found.append(g)
         assert not torch.equal(*found)
     with pytest.raises(lowprec.ModeError, match="layer of a recipe must be an integer"):
@@ -137,7 +156,10 @@ def test_vmap_and_half_precision(torch):
             x, w = (torch.from_numpy(v).to(dtype) for v in (a, b))
             found = torch.vmap(lambda x, w: lowprec.matmul(x, w, math_mode=mode))(x, w)  # noqa: B023
             assert found.dtype == dtype
-            assert torch.equal(found, torch.stack([lowprec.matmul(*y, math_mode=mode) for y in zip(x, w, strict=True)]))
+            assert torch.equal(
+                found,
+                torch.stack([lowprec.matmul(*y, math_mode=mode) for y in zip(x, w, strict=True)]),
+            )
 
 
 #: Shapes of operands, with axes along which one of them is broadcast.
@@ -157,7 +179,9 @@ STOCHASTIC = Recipe("mxfp4", rounding="stochastic", seed=1)
 
 
 @pytest.mark.parametrize("hidden", [(), cpu_units.UNITS], ids=["kernels", "numpy"])
-@pytest.mark.parametrize("mode", [STOCHASTIC, Recipe(("int8_blocks", "mxfp4"), rounding="stochastic", seed=1), "mxfp4"])
+@pytest.mark.parametrize(
+    "mode", [STOCHASTIC, Recipe(("int8_blocks", "mxfp4"), rounding="stochastic", seed=1), "mxfp4"]
+)
 def test_a_broadcast_view_has_the_bits_of_its_copy(mode, hidden):
     a, b = operands((2, 1, 5, 40), (3, 40, 8))
     square, batch = b[0, :5, :5], (2, 3, 4)
@@ -171,7 +195,10 @@ def test_a_broadcast_view_has_the_bits_of_its_copy(mode, hidden):
             (np.broadcast_to(square.T, (*batch, 5, 5)), np.broadcast_to(square, (*batch, 5, 5))),
         ]:
             expected = lowprec.matmul(x.copy(), y.copy(), math_mode=mode)
-            assert np.array_equal(lowprec.matmul(x, y, math_mode=mode), expected), (x.shape, y.shape)
+            assert np.array_equal(lowprec.matmul(x, y, math_mode=mode), expected), (
+                x.shape,
+                y.shape,
+            )
 
 
 @pytest.mark.parametrize("mode", [STOCHASTIC, "fp8_blocks", "nvfp4"], ids=str)
@@ -199,13 +226,17 @@ def test_gradients_of_broadcast_operands_are_one_product(torch, jax, of_a, of_b,
     out = lowprec.matmul(x, y, math_mode=mode)
     (g,) = operands(tuple(out.shape), seed=1)
     found = torch.autograd.grad(out, (x, y), torch.from_numpy(g))
-    _, pull = jax.vjp(lambda x, y: lowprec.matmul(x, y, math_mode=mode), *map(jax.numpy.asarray, (a, b)))
+    _, pull = jax.vjp(
+        lambda x, y: lowprec.matmul(x, y, math_mode=mode), *map(jax.numpy.asarray, (a, b))
+    )
     for one, other in zip(found, pull(g), strict=True):
         assert np.allclose(one.numpy(), other, rtol=1e-5, atol=1e-4), "sums in another order"
     if (of_a, of_b) == ((5, 40), (3, 40, 8)):
         of = parse_mode(mode)
         wide = [v.reshape(-1, 24) for v in (g.swapaxes(0, 1), b.swapaxes(0, 1))]
-        assert np.array_equal(found[0], lowprec.matmul(wide[0], wide[1].T, math_mode=of_pass(of, "grad_input")))
+        assert np.array_equal(
+            found[0], lowprec.matmul(wide[0], wide[1].T, math_mode=of_pass(of, "grad_input"))
+        )
 
 
 def test_jax_maps_any_axis_as_the_first(jax):
@@ -249,7 +280,9 @@ def test_jax_maps_and_scans(jax, mode):
         lambda x, _: (lowprec.matmul(x, b, math_mode=mode), None), jax.numpy.asarray(a[0]), length=2
     )
     twice = lowprec.matmul(lowprec.matmul(a[0], b, math_mode=mode), b, math_mode=mode)
-    assert np.linalg.norm(carried - twice) < 1e-2 * np.linalg.norm(twice), "roundings may differ by the order of sums"
+    assert np.linalg.norm(carried - twice) < 1e-2 * np.linalg.norm(twice), (
+        "roundings may differ by the order of sums"
+    )
 
 
 @pytest.mark.parametrize("mode", recipes.MODES)
@@ -286,14 +319,18 @@ def test_jax_compiles_once_for_all_steps(jax, mode):
     for step in (1, 2**31 - 1):
         chosen = mode.at(step)
         product = jax.jit(lambda x, w, chosen=chosen: lowprec.matmul(x, w, math_mode=chosen))
-        expected = jax.jit(jax.grad(lambda x, w, product=product: (product(x, w) ** 2).sum(), (0, 1)))(x, w)
+        expected = jax.jit(
+            jax.grad(lambda x, w, product=product: (product(x, w) ** 2).sum(), (0, 1))
+        )(x, w)
         assert all(np.array_equal(*pair) for pair in zip(train(x, w, step), expected, strict=True))
         assert np.array_equal(twice(x, w, step)[0], product(x, w))
     assert len(compilations) == 1
     if mode.rounding == "stochastic":
         assert not np.array_equal(*twice(x, w, 1))
         assert np.array_equal(twice(x, w, 0)[1], twice(x, w, 1)[0])
-    fixed = jax.jit(lambda x, w, step: _at(at_step, step, lambda: lowprec.matmul(x, w, math_mode=mode.at(7))))
+    fixed = jax.jit(
+        lambda x, w, step: _at(at_step, step, lambda: lowprec.matmul(x, w, math_mode=mode.at(7)))
+    )
     assert np.array_equal(fixed(x, w, 1), fixed(x, w, 2)), "a recipe's own step"
 
 
@@ -315,7 +352,9 @@ def test_jax_refuses_steps_that_are_not_traced_integers(jax):
 
     @jax.jit
     def each(steps, x):
-        return jax.vmap(lambda step: _at(at_step, step, lambda: lowprec.matmul(x, x, math_mode=mode)))(steps)
+        return jax.vmap(
+            lambda step: _at(at_step, step, lambda: lowprec.matmul(x, x, math_mode=mode))
+        )(steps)
 
     with pytest.raises(lowprec.UnsupportedError, match="differs along an axis"):
         each(np.arange(2), x)
@@ -329,4 +368,6 @@ def test_dask_rounds_each_chunk():
     for mode in ("mxfp8", "int8", recipe):
         found = lowprec.matmul(x, y, math_mode=mode).compute(scheduler="synchronous")
         first = lowprec.matmul(a[:, :128], b[:128], math_mode=mode)
-        assert np.array_equal(found, lowprec.matmul(a[:, 128:], b[128:], c=first, beta=1.0, math_mode=mode))
+        assert np.array_equal(
+            found, lowprec.matmul(a[:, 128:], b[128:], c=first, beta=1.0, math_mode=mode)
+        )

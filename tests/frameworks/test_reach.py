@@ -18,7 +18,10 @@ def reached(torch):
     """Return a function: whether lowprec and PyTorch are at full FP32 where it is called."""
     torch.set_float32_matmul_precision("medium")
     lowprec.set_math_mode("bf16")
-    yield lambda: (lowprec.get_math_mode() == "fp32", torch.get_float32_matmul_precision() == "highest")
+    yield lambda: (
+        lowprec.get_math_mode() == "fp32",
+        torch.get_float32_matmul_precision() == "highest",
+    )
     lowprec.set_math_mode(None)
     torch.set_float32_matmul_precision("highest")
 
@@ -117,7 +120,8 @@ def rounds(library):
     return is_rounded
 
 
-@pytest.mark.parametrize("library", ["torch", "jax"], indirect=True)  # NumPy's blocks are those of a thread
+# NumPy's blocks are those of a thread
+@pytest.mark.parametrize("library", ["torch", "jax"], indirect=True)
 def test_a_task_outlives_the_interception_in_which_it_began(library):
     intercept, is_rounded = library
     found = []
@@ -198,7 +202,9 @@ def test_one_block_for_all_libraries():
 
 def test_libraries_that_are_not_intercepted_are_reported():
     is_rounded = {name: rounds(name) for name in ("torch", "jax")}
-    with pytest.raises(lowprec.SettingError, match="libraries: choose among torch, jax, numpy, got 'tensorflow'"):
+    with pytest.raises(
+        lowprec.SettingError, match="libraries: choose among torch, jax, numpy, got 'tensorflow'"
+    ):
         lowprec.intercept("bf16", ["torch", "tensorflow"])
     with lowprec.intercept({"layer": "bf16"}) as seen:
         assert not any(is_() for is_ in is_rounded.values())

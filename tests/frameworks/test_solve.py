@@ -118,7 +118,9 @@ def test_random_matrices(dtype, n, columns, rng):
 
 # A factor of 4 bits is too inexact for the refinement of this matrix.
 @pytest.mark.parametrize(
-    "mode", [m for m in lowprec.MathMode if m not in ("fp64", "fp32_pedantic", "mxfp4", "nvfp4")], ids=str
+    "mode",
+    [m for m in lowprec.MathMode if m not in ("fp64", "fp32_pedantic", "mxfp4", "nvfp4")],
+    ids=str,
 )
 def test_every_mode_of_the_factor(mode, rng):
     # fp16 without scaling, too: the matrix is scaled into its range.
@@ -130,14 +132,20 @@ def test_every_mode_of_the_factor(mode, rng):
 @pytest.mark.parametrize("method", ["direct", "refine"])
 @pytest.mark.parametrize(
     ("dtype", "factor"),
-    [("float32", 2.0**e) for e in (-120, -100, 63, 116)] + [("float64", 2.0**e) for e in (-1010, -664, 515, 1016)],
+    [("float32", 2.0**e) for e in (-120, -100, 63, 116)]
+    + [("float64", 2.0**e) for e in (-1010, -664, 515, 1016)],
 )
 def test_the_scale_of_the_operands_does_not_change_the_backward_error(method, dtype, factor, rng):
     a, b = normal(rng, (100, 100), dtype), normal(rng, (100, 2), dtype)
-    for left, right in ((a * a.dtype.type(factor), b), (a * a.dtype.type(factor), b * b.dtype.type(factor))):
+    for left, right in (
+        (a * a.dtype.type(factor), b),
+        (a * a.dtype.type(factor), b * b.dtype.type(factor)),
+    ):
         x, report = linalg.solve(left, right, method=method, full_output=True)
         assert (report.method, np.isfinite(x).all()) == (method, True)
-        assert report.backward_error == pytest.approx(backward_error(left, x, right), rel=0.01, abs=unit(dtype) / 4)
+        assert report.backward_error == pytest.approx(
+            backward_error(left, x, right), rel=0.01, abs=unit(dtype) / 4
+        )
 
 
 def test_gmres_converges_where_classical_refinement_does_not(rng, monkeypatch):
@@ -168,7 +176,8 @@ SPECIAL = {
     "Vandermonde": lambda n: np.vander(np.linspace(0, 1, n)),
     "identity": np.eye,
     "Poisson": lambda n: 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1),
-    "growth": lambda n: np.eye(n) - np.tril(np.ones((n, n)), -1) + np.outer(np.ones(n), np.eye(n)[-1]),  # of U: 2^n
+    # of U: 2^n
+    "growth": lambda n: np.eye(n) - np.tril(np.ones((n, n)), -1) + np.outer(np.ones(n), np.eye(n)[-1]),
     "huge": lambda n: np.eye(n) * 1e300 + 1e298,
     "tiny": lambda n: np.eye(n) * 1e-300 + 1e-302,
     "rows": lambda n: (hilbert(n) + np.eye(n)) * np.geomspace(1e-140, 1e140, n)[:, None],
@@ -218,15 +227,22 @@ def test_stacks_broadcast(of_a, of_b, xp, rng):
     found = xp.to_numpy(x)
     assert found.shape == want.shape
     right = b[:, None] if b.ndim == 1 else b
-    assert backward_error(a, found[..., None] if b.ndim == 1 else found, right) <= bound(20, "float64")
-    assert (report.systems, report.fallbacks) == (want[..., 0].size // 20 if b.ndim > 1 else want.size // 20, 0)
+    assert backward_error(a, found[..., None] if b.ndim == 1 else found, right) <= bound(
+        20, "float64"
+    )
+    assert (report.systems, report.fallbacks) == (
+        want[..., 0].size // 20 if b.ndim > 1 else want.size // 20,
+        0,
+    )
 
 
 @dtypes
 @pytest.mark.parametrize("assume", ["gen", "pos"])
 def test_every_library(dtype, assume, xp, rng):
     a, b = positive(rng, 90, 50.0, dtype), normal(rng, (90, 3), dtype)
-    x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="refine", assume=assume, full_output=True)
+    x, report = linalg.solve(
+        xp.asarray(a), xp.asarray(b), method="refine", assume=assume, full_output=True
+    )
     assert isinstance(x, xp.result_type)
     assert report.method == "refine"
     found = xp.to_numpy(x)
@@ -245,16 +261,25 @@ def test_the_operations_of_a_gpu(dtype, assume, mode, xp, rng, monkeypatch):
     monkeypatch.setattr(solving, "_is_on_host", lambda view: False)
     monkeypatch.setitem(factors._LAPACK, "numpy", "a module that is not imported")
     a, b = np.stack([positive(rng, 70, 20.0, dtype)] * 2), normal(rng, (70, 2), dtype)
-    a[1] = np.tril(a[1]) + np.triu(a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (70, 70), dtype), 1)
+    a[1] = np.tril(a[1]) + np.triu(
+        a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (70, 70), dtype), 1
+    )
     a[0] *= 1e-20 if dtype in ("float64", "complex128") else 1e-8
     x, report = linalg.solve(
-        xp.asarray(a), xp.asarray(b), method="refine", assume=assume, factor_mode=mode, full_output=True
+        xp.asarray(a),
+        xp.asarray(b),
+        method="refine",
+        assume=assume,
+        factor_mode=mode,
+        full_output=True,
     )
     assert isinstance(x, xp.result_type)
     assert report.fallbacks < 2
     own = np.linalg.solve(a, b)
     for i, one in enumerate(xp.to_numpy(x)):
-        assert backward_error(a[i], one, b) <= max(bound(70, dtype), 10 * backward_error(a[i], own[i], b))
+        assert backward_error(a[i], one, b) <= max(
+            bound(70, dtype), 10 * backward_error(a[i], own[i], b)
+        )
 
 
 class LikeCupy(np.ndarray):
@@ -277,7 +302,9 @@ def test_the_operations_of_cupy(kind, rng, monkeypatch):
     monkeypatch.setitem(factors._LAPACK, "cupy", "scipy.linalg")
     monkeypatch.setattr(factors.Operations, "to_host", lambda self, x: np.asarray(x))
     mode = lowprec.MathMode.FP32 if kind == "lu" else lowprec.MathMode.TF32X3
-    solve = factors.factor(ops.lowered(a, "float32", None), ops, mode, is_positive=kind == "cholesky")
+    solve = factors.factor(
+        ops.lowered(a, "float32", None), ops, mode, is_positive=kind == "cholesky"
+    )
     x = solve(b.copy())
     # Substitution with |L||U| = O(n) |A|, and inverses of blocks of condition 10.
     assert backward_error(a, x, b) <= 100 * bound(100, "float32")
@@ -287,7 +314,12 @@ def test_the_operations_of_cupy(kind, rng, monkeypatch):
 def test_views_are_read_as_they_are(rng):
     base = normal(rng, (180, 180), "float64")
     b = normal(rng, (180, 4), "float64")[::2, ::2]
-    for a in (base[::2, ::2], base[:90, :90].T, base[89::-1, :90], np.asfortranarray(base[:90, :90])):
+    for a in (
+        base[::2, ::2],
+        base[:90, :90].T,
+        base[89::-1, :90],
+        np.asfortranarray(base[:90, :90]),
+    ):
         a.flags.writeable = False
         assert check(a, b).method == "refine"
 
@@ -324,7 +356,11 @@ def test_a_guard_is_direct(method, how, variables, rng):
         with lowprec.fp32_guard():
             x, report = linalg.solve(a, b, method=method, factor_mode="bf16", full_output=True)
     np.testing.assert_array_equal(x, np.linalg.solve(a, b))
-    assert (report.method, report.reason, report.factor_mode) == ("direct", SolveReason.GUARDED, None)
+    assert (report.method, report.reason, report.factor_mode) == (
+        "direct",
+        SolveReason.GUARDED,
+        None,
+    )
 
 
 SINGULAR = {
@@ -340,7 +376,9 @@ def test_singular_matrices_are_the_librarys_affair(name, xp):
     for stack in (a, np.stack([np.eye(len(a)), a])):
         b = np.ones((len(a), 1))
         if xp.name == "jax":
-            x, report = linalg.solve(xp.asarray(stack), xp.asarray(b), method="refine", full_output=True)
+            x, report = linalg.solve(
+                xp.asarray(stack), xp.asarray(b), method="refine", full_output=True
+            )
             assert not np.isfinite(xp.to_numpy(x)[..., :, :]).all()
             assert (report.fallbacks, report.reason) == (1, SolveReason.BREAKDOWN)
             continue
@@ -384,9 +422,13 @@ def test_a_stack_of_both_kinds(rng):
     assert "2, of which 1 solved directly after all" in str(report)
 
 
-@pytest.mark.parametrize(("of_a", "of_b"), [((0, 0), (0,)), ((0, 3, 3), (3, 1)), ((3, 3), (3, 0))], ids=str)
+@pytest.mark.parametrize(
+    ("of_a", "of_b"), [((0, 0), (0,)), ((0, 3, 3), (3, 1)), ((3, 3), (3, 0))], ids=str
+)
 def test_nothing_to_solve(of_a, of_b):
-    x, report = linalg.solve(np.broadcast_to(np.eye(of_a[-1]), of_a), np.ones(of_b), method="refine", full_output=True)
+    x, report = linalg.solve(
+        np.broadcast_to(np.eye(of_a[-1]), of_a), np.ones(of_b), method="refine", full_output=True
+    )
     assert x.size == 0
     assert (report.method, report.reason) == ("direct", SolveReason.EMPTY)
 
@@ -397,7 +439,9 @@ def test_nothing_to_solve(of_a, of_b):
 def test_small_systems_are_direct(xp, rng):
     a, b = normal(rng, (30, 30), "float64"), normal(rng, (30, 2), "float64")
     x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="auto", full_output=True)
-    np.testing.assert_array_equal(xp.to_numpy(x), xp.to_numpy(linalg.solve(xp.asarray(a), xp.asarray(b))))
+    np.testing.assert_array_equal(
+        xp.to_numpy(x), xp.to_numpy(linalg.solve(xp.asarray(a), xp.asarray(b)))
+    )
     assert (report.method, report.reason) == ("direct", SolveReason.NOT_FASTER)
 
 
@@ -410,7 +454,9 @@ def test_large_systems_are_refined():
         return call._read() is None
 
     assert [chosen(n) for n in (256, 1024, 4096, 8192)] == [False, True, True, True]
-    assert not chosen(4096, 4096), "products with as many right-hand sides cost more than the factor"
+    assert not chosen(4096, 4096), (
+        "products with as many right-hand sides cost more than the factor"
+    )
     assert not chosen(4096, 256)
     assert not chosen(1024, dtype="float32")
 
@@ -421,13 +467,17 @@ def test_auto_refines_where_it_is_faster(rng, monkeypatch):
     a, b = normal(rng, (100, 100), "float64"), normal(rng, (100,), "float64")
     x, report = linalg.solve(a, b, method="auto", full_output=True)
     assert (report.method, report.reason) == ("refine", SolveReason.FASTER)
-    assert backward_error(a, x, b) <= max(unit("float64"), backward_error(a, np.linalg.solve(a, b), b))
+    assert backward_error(a, x, b) <= max(
+        unit("float64"), backward_error(a, np.linalg.solve(a, b), b)
+    )
 
 
 def test_without_scipy(rng, monkeypatch):
     monkeypatch.setattr(solving, "find_spec", lambda name: None)
     a, b = rng.standard_normal((8, 8)), rng.standard_normal(8)
-    with pytest.raises(lowprec.UnsupportedError, match=r"refinement in host memory uses SciPy.*pip install scipy"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match=r"refinement in host memory uses SciPy.*pip install scipy"
+    ):
         linalg.solve(a, b, method="refine")
     x, report = linalg.solve(a, b, method="auto", full_output=True)
     assert (report.method, report.reason) == ("direct", SolveReason.NO_LAPACK)
@@ -436,10 +486,13 @@ def test_without_scipy(rng, monkeypatch):
 
 def test_a_cheap_mode_is_tried_first(rng, monkeypatch):
     bf16, fp32 = lowprec.MathMode.BF16, lowprec.MathMode.FP32
-    monkeypatch.setattr(solving._Solve, "_costs", lambda self, dtype: {bf16: (0.1, 8e-3), fp32: (1.0, 1e-6)})
+    monkeypatch.setattr(
+        solving._Solve, "_costs", lambda self, dtype: {bf16: (0.1, 8e-3), fp32: (1.0, 1e-6)}
+    )
     b = normal(rng, (256,), "float64")
     assert check(conditioned(rng, 256, 2.0, "float64"), b).factor_mode == bf16
-    for scale in (1.0, np.geomspace(1, 1e8, 256)):  # the second factor, too, is of the scaled matrix
+    # the second factor, too, is of the scaled matrix
+    for scale in (1.0, np.geomspace(1, 1e8, 256)):
         report = check(conditioned(rng, 256, 1e5, "float64") * scale, b)
         assert (report.method, report.factor_mode, report.fallbacks) == ("refine", fp32, 0)
 
@@ -475,7 +528,11 @@ def test_the_report(rng):
     assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
     x, report = linalg.solve(a, b, full_output=True)
     np.testing.assert_array_equal(x, np.linalg.solve(a, b))
-    assert (report.method, report.reason, report.condition) == ("direct", SolveReason.REQUESTED, None)
+    assert (report.method, report.reason, report.condition) == (
+        "direct",
+        SolveReason.REQUESTED,
+        None,
+    )
     assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
 
 
@@ -497,7 +554,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("operands", "keywords", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(
+    ("operands", "keywords", "error", "message"), REFUSED, ids=range(len(REFUSED))
+)
 def test_bad_arguments(operands, keywords, error, message):
     with pytest.raises(error, match=message):
         linalg.solve(*operands, **keywords)

@@ -24,7 +24,10 @@ SHAPES = [
 
 def operands(torch, a, b, dtype=None, grad=True):
     made = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=made, dtype=dtype or torch.float64).requires_grad_(grad) for s in (a, b)]
+    return [
+        torch.randn(s, generator=made, dtype=dtype or torch.float64).requires_grad_(grad)
+        for s in (a, b)
+    ]
 
 
 def close(torch, found, true):
@@ -36,7 +39,13 @@ def close(torch, found, true):
 
 
 #: Without elements: an inner dimension, a result, a batch.
-EMPTY = [((3, 0), (0, 2)), ((2, 3, 0), (0, 2)), ((2, 3, 4), (4, 0)), ((0, 3, 4), (4, 2)), ((2, 3, 0), (0,))]
+EMPTY = [
+    ((3, 0), (0, 2)),
+    ((2, 3, 0), (0, 2)),
+    ((2, 3, 4), (4, 0)),
+    ((0, 3, 4), (4, 2)),
+    ((2, 3, 0), (0,)),
+]
 
 
 @pytest.mark.parametrize(("a", "b"), EMPTY)
@@ -118,7 +127,9 @@ def test_the_epilogue_of_a_product_of_16_bits_is_added_in_float32(torch, how, st
     bias = torch.full((2,), -178000.0)
 
     def call(x, b):
-        return lowprec.matmul(x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16")
+        return lowprec.matmul(
+            x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16"
+        )
 
     found = all_calls(torch)[how](call, x, x.detach())
     assert found.dtype == torch.float16
@@ -134,7 +145,9 @@ def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch, lt, h
         found.sum().backward()
     assert found.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
     assert [{r.a_dtype, r.b_dtype} for r in profile.records] == [{"bfloat16"}] * 3
-    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        x.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=2**-8, atol=0
+    )
 
 
 @pytest.mark.parametrize("how", ["without gradients", "compiled"])
@@ -188,7 +201,9 @@ def test_transformed(torch, lt, row, column):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1)])
-@pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4), (4, 4, 4)), ((4, 4), (4, 4))])
+@pytest.mark.parametrize(
+    ("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4), (4, 4, 4)), ((4, 4), (4, 4))]
+)
 def test_vmap(torch, a, b, in_dims):
     x, y = operands(torch, a, b, grad=False)
     if max(in_dims[0] or 0, 0) >= x.ndim or max(in_dims[1] or 0, 0) >= y.ndim:
@@ -251,7 +266,9 @@ def test_a_graph_is_made_again_for_another_mode_and_kept(torch, counting):
 
 def test_the_guard_reaches_a_graph_that_was_compiled_before(torch, counting):
     x = torch.full((4, 4), ABOVE_ONE)
-    compiled = torch.compile(lambda x: lowprec.matmul(x, x, math_mode="bf16"), fullgraph=True, backend=counting)
+    compiled = torch.compile(
+        lambda x: lowprec.matmul(x, x, math_mode="bf16"), fullgraph=True, backend=counting
+    )
     assert float(compiled(x)[0, 0]) == 4
     with lowprec.fp32_guard(frameworks=False):
         assert float(compiled(x)[0, 0]) > 4
@@ -326,7 +343,9 @@ def test_the_product_itself_is_compiled_per_mode(torch, counting):
             assert float(compiled(x, x)[0, 0]) / 4 == IN_MODE[mode]
     assert counting.frame_count == 2
     with pytest.raises(torch._dynamo.exc.Unsupported, match="is in no graph with out="):
-        torch.compile(lambda x: lowprec.matmul(x, x, out=x.clone()), fullgraph=True, backend=counting)(x)
+        torch.compile(
+            lambda x: lowprec.matmul(x, x, out=x.clone()), fullgraph=True, backend=counting
+        )(x)
     with pytest.raises(lowprec.DTypeError, match="alpha must be a number"):
         torch.compile(lambda x: lowprec.matmul(x, x, alpha="1"), backend=counting)(x)
 
@@ -458,7 +477,9 @@ def test_wrong_operands_are_reported_by_type(torch, lt):
         lt.Linear(2, 2, rtol=0)
     with pytest.raises(lowprec.ModeError, match="bound"):
         lt.Linear(2, 2, rtol=0.1, bound="likely")
-    with pytest.raises(lowprec.UnsupportedError, match=r"out= cannot be used here: .*, or omit out=$"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match=r"out= cannot be used here: .*, or omit out=$"
+    ):
         lowprec.matmul(x, x, out=torch.ones(2, 2))
 
 
@@ -468,7 +489,10 @@ def test_wrong_operands_are_reported_by_type(torch, lt):
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
 def test_operands_that_no_gradient_uses_are_not_saved(torch, needed):
     """A weight may be updated between two backward passes; frozen weights keep no activations."""
-    x, w = (t.requires_grad_(n) for t, n in zip(operands(torch, (3, 4), (4, 2), grad=False), needed, strict=True))
+    x, w = (
+        t.requires_grad_(n)
+        for t, n in zip(operands(torch, (3, 4), (4, 2), grad=False), needed, strict=True)
+    )
     out = lowprec.matmul(x, w)
     saved = [t is not None for t in out.grad_fn.saved_tensors]
     assert saved == [needed[1], needed[0]]
@@ -523,7 +547,10 @@ def test_subclasses_that_lack_the_product_are_refused(torch, raises):
         lambda: lowprec.vecdot(x, weight),
         lambda: lowprec.quantize(weight, "mxfp8"),
     ):
-        with pytest.raises((lowprec.ArrayError, lowprec.UnsupportedError), match=r"Int8Tensor is not.*dequantize\(\)"):
+        with pytest.raises(
+            (lowprec.ArrayError, lowprec.UnsupportedError),
+            match=r"Int8Tensor is not.*dequantize\(\)",
+        ):
             call()
 
 
@@ -532,7 +559,9 @@ def test_out_of_inference_mode(torch):
     with torch.inference_mode():
         out = torch.zeros(4, 4)
         assert torch.equal(lowprec.matmul(x, x, out=out), x)
-    with pytest.raises(lowprec.ArrayError, match=r"^out was made in inference mode.*pass out\.clone\(\)"):
+    with pytest.raises(
+        lowprec.ArrayError, match=r"^out was made in inference mode.*pass out\.clone\(\)"
+    ):
         lowprec.matmul(2 * x, x, out=out)
     assert torch.equal(out, x)
 

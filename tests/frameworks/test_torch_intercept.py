@@ -62,7 +62,10 @@ PRODUCTS = {
     "addmm": (lambda t, a, b: t.addmm(b, a, b, beta=0.5, alpha=2), ("addmm",)),
     "addmm, a column": (lambda t, a, b: t.addmm(b[:, :1], a, b), ("addmm",)),
     "addmm, a number": (lambda t, a, b: t.addmm(b[0, 0], a, b), ("addmm",)),
-    "addmm, nothing added": (lambda t, a, b: t.addmm(t.full_like(b, t.nan), a, b, beta=0), ("addmm",)),
+    "addmm, nothing added": (
+        lambda t, a, b: t.addmm(t.full_like(b, t.nan), a, b, beta=0),
+        ("addmm",),
+    ),
     "addmm_": (lambda t, a, b: b.clone().addmm_(a, b), ("addmm",)),
     "addmm, out": (lambda t, a, b: t.addmm(b[0], a, b, out=a.new_empty(4, 4)), ("addmm",)),
     "baddbmm": (lambda t, a, b: t.baddbmm(b[None], a[None], b[None], alpha=3), ("baddbmm",)),
@@ -75,7 +78,10 @@ PRODUCTS = {
     "distances": (lambda t, a, b: t.cdist(a, b, compute_mode="use_mm_for_euclid_dist"), ("mm",)),
     "matrix_exp": (lambda t, a, b: t.matrix_exp(a / 4), ("bmm",)),
     "a cell": (lambda t, a, b: t.gru_cell(a, b, b.repeat(3, 1), a.repeat(3, 1)), ("mm",)),
-    "activation": (lambda t, a, b: t._addmm_activation(b[0], a, b, use_gelu=True), ("_addmm_activation",)),
+    "activation": (
+        lambda t, a, b: t._addmm_activation(b[0], a, b, use_gelu=True),
+        ("_addmm_activation",),
+    ),
     "conjugated": (lambda t, a, b: t.complex(a, b).mH @ t.complex(b, a), ("mm",)),
 }
 
@@ -127,8 +133,16 @@ def in_a_thread(function, *arguments):
 PASSED = {
     "vectors": (lambda t: t.dot(t.ones(4), t.ones(4)), "dot", "vectors are not rounded"),
     "a row and a column": (lambda t: t.ones(1, 4) @ t.ones(4, 1), "mm", "vectors are not rounded"),
-    "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "the mode does not act"),
-    "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "the mode does not act"),
+    "float64": (
+        lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64),
+        "mm",
+        "the mode does not act",
+    ),
+    "integers": (
+        lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64),
+        "mm",
+        "the mode does not act",
+    ),
     "convolution": (
         lambda t: t.conv2d(t.ones(1, 1, 3, 3), t.ones(1, 1, 2, 2)),
         "convolution",
@@ -145,10 +159,22 @@ PASSED = {
         "linear_dynamic",
         "a fused kernel",
     ),
-    "sparse": (lambda t: t.eye(2).to_sparse() @ t.eye(2), "mm", "sparse, quantised or nested storage"),
+    "sparse": (
+        lambda t: t.eye(2).to_sparse() @ t.eye(2),
+        "mm",
+        "sparse, quantised or nested storage",
+    ),
     "mkldnn": (lambda t: mkldnn(t)(t.ones(2, 4).to_mkldnn()), "mkldnn_linear", "a fused kernel"),
-    "thread": (lambda t: in_a_thread(t.mm, t.eye(2), t.eye(2)), "mm", "another thread or task, outside the block"),
-    "lstm": (lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)), "mkldnn_rnn_layer", "recurrent layers in one kernel"),
+    "thread": (
+        lambda t: in_a_thread(t.mm, t.eye(2), t.eye(2)),
+        "mm",
+        "another thread or task, outside the block",
+    ),
+    "lstm": (
+        lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)),
+        "mkldnn_rnn_layer",
+        "recurrent layers in one kernel",
+    ),
 }
 
 
@@ -172,7 +198,10 @@ def test_multiplications_of_fused_kernels(torch, intercept):
     with intercept("fp32") as seen:
         torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).sum().backward()
         lstm(x)[0].sum().backward()
-    found = {(p.operator.partition("_backward")[0], p.backward): p.multiplications for p in seen.report().passed}
+    found = {
+        (p.operator.partition("_backward")[0], p.backward): p.multiplications
+        for p in seen.report().passed
+    }
     scores = 2 * 6 * 5 * 7 * 8
     gates = 5 * 2 * (4 * 4 * 3 + 4 * 4 * 4)
     assert found == {
@@ -225,7 +254,9 @@ def test_a_resized_out_is_warned_of_where_the_program_calls(torch, intercept):
         for out in outs.values():
             assert torch.mm(a, a, out=out) is out
     (warning,) = warned
-    assert "An output with one or more elements was resized since it had shape [2, 3]" in str(warning.message)
+    assert "An output with one or more elements was resized since it had shape [2, 3]" in str(
+        warning.message
+    )
     assert warning.filename == __file__
     assert counts(seen.report()) == {"mm": 2}
     for out in outs.values():
@@ -235,7 +266,12 @@ def test_a_resized_out_is_warned_of_where_the_program_calls(torch, intercept):
 #: In-place operators on elements that share memory, and whether PyTorch computes something.
 SHARED = {
     "addmv_": (lambda t, a: a.new_ones(1).expand(4).addmv_(a, a[0]), True),
-    "baddbmm_": (lambda t, a: a.new_ones(1, 1, 1).expand(2, 4, 4).baddbmm_(a.expand(2, 4, 4), a.expand(2, 4, 4)), True),
+    "baddbmm_": (
+        lambda t, a: (
+            a.new_ones(1, 1, 1).expand(2, 4, 4).baddbmm_(a.expand(2, 4, 4), a.expand(2, 4, 4))
+        ),
+        True,
+    ),
     "addmm_": (lambda t, a: a.new_ones(1, 1).expand(4, 4).addmm_(a, a), False),
     "mm, out": (lambda t, a: t.mm(a, a, out=a.new_ones(1, 1).expand(4, 4)), False),
 }
@@ -319,7 +355,10 @@ def test_a_function_is_decorated(torch, intercept):
 
 #: What PyTorch refuses, and lowprec would take.
 REFUSED = {
-    "bmm broadcasts": (lambda t: t.bmm(t.ones(1, 2, 2), t.ones(3, 2, 2)), "Expected size for first"),
+    "bmm broadcasts": (
+        lambda t: t.bmm(t.ones(1, 2, 2), t.ones(3, 2, 2)),
+        "Expected size for first",
+    ),
     "mm of other shapes": (lambda t: t.ones(2, 3) @ t.ones(2, 3), "cannot be multiplied"),
     "mm of a stack": (lambda t: t.mm(t.ones(3, 2, 2), t.ones(2, 2)), "must be a matrix"),
     "out of another type": (
@@ -330,7 +369,10 @@ REFUSED = {
         lambda t: t.addmm(t.ones(2, dtype=t.float16), t.ones(2, 2), t.ones(2, 2)),
         "must have the same dtype",
     ),
-    "in place of another shape": (lambda t: t.ones(3).addmm_(t.ones(2, 4), t.ones(4, 3)), "Bad in-place call"),
+    "in place of another shape": (
+        lambda t: t.ones(3).addmm_(t.ones(2, 4), t.ones(4, 3)),
+        "Bad in-place call",
+    ),
 }
 
 
@@ -441,7 +483,9 @@ def test_blocks_overlap_in_threads(torch, intercept):
 def test_idle_kernels_are_removed(torch, intercept, kept_by, monkeypatch):
     x = torch.ones(2, 2)
     before = set(threading.enumerate())  # threads of earlier tests, which do not multiply
-    monkeypatch.setattr(threading, "active_count", lambda: 1 + len(set(threading.enumerate()) - before))
+    monkeypatch.setattr(
+        threading, "active_count", lambda: 1 + len(set(threading.enumerate()) - before)
+    )
 
     def multiply(*_):
         for _ in range(999):
@@ -550,9 +594,9 @@ def passes_alone(mode):
     def backend(graph, inputs):
         options["pre_grad_custom_pass"](graph.graph)
         graph.recompile()
-        return aot_autograd(fw_compiler=half, bw_compiler=half, inference_compiler=whole, partition_fn=partition)(
-            graph, inputs
-        )
+        return aot_autograd(
+            fw_compiler=half, bw_compiler=half, inference_compiler=whole, partition_fn=partition
+        )(graph, inputs)
 
     return backend
 
@@ -566,7 +610,8 @@ def fresh(torch):
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
-    ("mode", "dtype", "other"), [("fp64_emulated", "float64", "float32"), ("bf16", "float32", "float64")]
+    ("mode", "dtype", "other"),
+    [("fp64_emulated", "float64", "float32"), ("bf16", "float32", "float64")],
 )
 def test_a_mode_takes_the_element_types_on_which_it_acts(torch, intercept, mode, dtype, other):
     """In a block and in a compiled graph; PyTorch computes the others."""
@@ -580,7 +625,9 @@ def test_a_mode_takes_the_element_types_on_which_it_acts(torch, intercept, mode,
     assert [(p.dtype, p.reason) for p in seen.report().passed] == [
         (other, "the mode does not act on this element type")
     ]
-    compiled = torch.compile(lambda x, y: (x @ x, y @ y), fullgraph=True, backend=passes_alone(mode))
+    compiled = torch.compile(
+        lambda x, y: (x @ x, y @ y), fullgraph=True, backend=passes_alone(mode)
+    )
     with torch.no_grad(), lowprec.profile() as profile:
         found, rest = compiled(x, y)
     assert torch.equal(found, exact)
@@ -639,7 +686,11 @@ def test_rules_in_a_graph(torch):
     nn = torch.nn
     norm = nn.utils.parametrizations.weight_norm
     model = nn.ModuleDict(
-        {"body": nn.Linear(4, 4), "blocks": nn.ModuleList([norm(nn.Linear(4, 4))]), "head": norm(nn.Linear(4, 3))}
+        {
+            "body": nn.Linear(4, 4),
+            "blocks": nn.ModuleList([norm(nn.Linear(4, 4))]),
+            "head": norm(nn.Linear(4, 3)),
+        }
     )
     rules = {"head": "fp32", "blocks.*": "tf32", nn.Linear: "bf16", "*": "fp16"}
 

@@ -79,7 +79,8 @@ def test_each_layer_has_its_mode(torch, intercept, way, needs_input):
     expected = Counter(STEP)
     if needs_input:
         expected.update({(name, "tf32"): 1 for name in "qkv"})
-    if way == "checkpoint":  # recomputed: all but the last product, of whose result only the gradient is needed
+    # recomputed: all but the last product, of whose result only the gradient is needed
+    if way == "checkpoint":
         expected.update({key: 1 for key in STEP if needs_input or key[0] != "lm_head"})
     if way == "graph":
         # A graph shows no parameter of a weight gradient, and one activation is the operand of three layers.
@@ -106,8 +107,14 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch, intercep
         for _ in range(2):
             x @ bare
     report = seen.report()
-    assert {(p.layer, p.operator): p.count for p in report.taken} == {("0", "addmm"): 3, ("Linear", "addmm"): 1}
-    assert {p.reason for p in report.passed} == {"no mode for this layer", "vectors are not rounded"}
+    assert {(p.layer, p.operator): p.count for p in report.taken} == {
+        ("0", "addmm"): 3,
+        ("Linear", "addmm"): 1,
+    }
+    assert {p.reason for p in report.passed} == {
+        "no mode for this layer",
+        "vectors are not rounded",
+    }
     embedding = nn.Embedding(8, 4)
     head = nn.Linear(4, 8, bias=False)
     head.weight = embedding.weight
@@ -207,7 +214,11 @@ def test_rows_do_not_grow_with_shapes(torch, intercept):
         for n in range(1, 50):
             layer(torch.full((n, 4), 3.0))
     (row,) = seen.report().products
-    assert (row.count, row.shapes, row.multiplications) == (49, ((49, 4), (4, 4)), 16 * sum(range(50)))
+    assert (row.count, row.shapes, row.multiplications) == (
+        49,
+        ((49, 4), (4, 4)),
+        16 * sum(range(50)),
+    )
     assert (row.a.magnitude, row.a.underflow, row.error) == (3, 0, pytest.approx(0, abs=1e-6))
     with intercept("fp16", statistics=True) as seen:
         torch.mm(torch.tensor([[1.0, 2.0**-15, 0.0, -(2.0**-20)]]), torch.ones(4, 2))
@@ -220,7 +231,9 @@ def test_ledgers_are_bounded():
 
     ledger = Ledger()
     for n in range(_MOST_ROWS + 100):
-        ledger.add(LedgerRow(f"layer {n}", "mm", "float32", mode="bf16"), 8, lambda: ((2, 2), (2, 2)), None)
+        ledger.add(
+            LedgerRow(f"layer {n}", "mm", "float32", mode="bf16"), 8, lambda: ((2, 2), (2, 2)), None
+        )
     report = ledger.report("", (), False)
     assert len(report.products) == _MOST_ROWS + 1
     assert {p.count for p in report.products if p.layer == "(further layers)"} == {100}
@@ -237,7 +250,9 @@ def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch, lt):
             return super().__torch_function__(func, types, args, kwargs or {})
 
     layer = lt.Linear(4, 2, math_mode="bf16")
-    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Quantised), requires_grad=False)
+    layer.weight = torch.nn.Parameter(
+        layer.weight.detach().as_subclass(Quantised), requires_grad=False
+    )
     assert layer(torch.ones(3, 4)) == "quantised"
 
 
@@ -282,7 +297,9 @@ PROGRAMS = {
     "a subclass": (lambda t, x: x.as_subclass(type("Sub", (t.Tensor,), {})) @ x, {"mm": 1}),
     "a list": (lambda t, x: t._foreach_mm([x, x], [x, x])[1], {"mm": 2}),
     "grouped": (
-        lambda t, x: t._grouped_mm(x.repeat(1, 2), x.repeat(2, 2)[None], t.tensor([4], dtype=t.int32)),
+        lambda t, x: t._grouped_mm(
+            x.repeat(1, 2), x.repeat(2, 2)[None], t.tensor([4], dtype=t.int32)
+        ),
         {"mm": 1},
     ),
 }
@@ -332,7 +349,10 @@ def test_compiled_products_are_taken_without_an_option(torch, intercept):
         compiled(x).sum().backward()
         low = compiled(x)
     report = seen.report()
-    assert {(p.layer, p.backward, p.count) for p in report.taken} == {("Linear", False, 2), ("Linear", True, 1)}
+    assert {(p.layer, p.backward, p.count) for p in report.taken} == {
+        ("Linear", False, 2),
+        ("Linear", True, 1),
+    }
     assert "Compiled graphs ran" in str(report)
     assert not torch.equal(low, full)
     assert torch.equal(compiled(x), full)
@@ -369,7 +389,9 @@ def test_the_compiler_does_not_trace_the_kernels(torch, intercept, where):
             reports.append(seen.report())
         expected = with_scope(x)
     assert torch.equal(found, expected)
-    assert [[(p.layer, p.count) for p in report.taken] for report in reports] == [[("Linear", 2)]] * 2
+    assert [[(p.layer, p.count) for p in report.taken] for report in reports] == [
+        [("Linear", 2)]
+    ] * 2
     torch._dynamo.reset()
 
 

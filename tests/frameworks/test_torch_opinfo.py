@@ -14,7 +14,11 @@ PROGRAM = Path(__file__).with_name("torch_opinfo.py")
 @pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize(
     ("dtypes", "least"),
-    [("float32 complex64", 10_000), ("float16 bfloat16", 5_000), ("float64 complex128 int64 int32 uint8 bool", 15_000)],
+    [
+        ("float32 complex64", 10_000),
+        ("float16 bfloat16", 5_000),
+        ("float64 complex128 int64 int32 uint8 bool", 15_000),
+    ],
 )
 def test_operators_do_what_pytorchs_do(dtypes, least):
     command = [sys.executable, "-W", "ignore", str(PROGRAM), *dtypes.split()]

@@ -77,7 +77,12 @@ def test_every_public_function_is_called():
     assert set(lowprec.__all__) == UNTRACED.keys() | TRACED.keys() | OTHERS | errors
 
 
-CALLS = [(text, calls is UNTRACED) for calls in (UNTRACED, TRACED) for texts in calls.values() for text in texts]
+CALLS = [
+    (text, calls is UNTRACED)
+    for calls in (UNTRACED, TRACED)
+    for texts in calls.values()
+    for text in texts
+]
 
 
 @pytest.mark.parametrize(("text", "outside"), CALLS, ids=[text for text, _ in CALLS])

@@ -83,7 +83,10 @@ def gradients(sample, found, arguments):
     ins = [t for t in tensors_of(arguments) if t.requires_grad]
     if not outs or not ins:
         return []
-    seeds = [torch.randn(t.shape, generator=torch.Generator().manual_seed(i)).to(t.dtype) for i, t in enumerate(outs)]
+    seeds = [
+        torch.randn(t.shape, generator=torch.Generator().manual_seed(i)).to(t.dtype)
+        for i, t in enumerate(outs)
+    ]
     return list(torch.autograd.grad(outs, ins, seeds, allow_unused=True))
 
 
@@ -106,7 +109,9 @@ def call(function, sample, mode, records=False, out=None):
             error = type(e).__name__, str(e)
     tensors["arguments"] = tensors_of((arguments, out))
     # Shapes in PyTorch's warning of a resized out depend on how often it is resized.
-    return Outcome(error, frozenset((w.category.__name__, str(w.message)[:50]) for w in warned), tensors)
+    return Outcome(
+        error, frozenset((w.category.__name__, str(w.message)[:50]) for w in warned), tensors
+    )
 
 
 def described(x, is_lazy):
@@ -131,7 +136,9 @@ def differences(name, plain, taken, tolerance):
     """Return the kinds of differences; values are compared if there is a tolerance."""
     if plain.error or taken.error:
         return [] if plain.error == taken.error else [("error", plain.error, taken.error)]
-    found = [] if plain.warned == taken.warned else [("warnings", set(plain.warned), set(taken.warned))]
+    found = (
+        [] if plain.warned == taken.warned else [("warnings", set(plain.warned), set(taken.warned))]
+    )
     for kind, expected in plain.tensors.items():
         pairs = list(zip(expected, taken.tensors[kind], strict=True))
         for x, y in pairs:
@@ -155,10 +162,12 @@ def outs(x):
         "integers": lambda: torch.full(x.shape, 1, dtype=torch.int64),
     }
     if x.ndim:
-        kinds["transposed"] = lambda: torch.full(x.shape[::-1], **full).permute(*reversed(range(x.ndim)))
-        kinds["strided"] = lambda: torch.full((*x.shape[:-1], 2 * max(1, x.shape[-1])), **full)[..., ::2][
-            ..., : x.shape[-1]
-        ]
+        kinds["transposed"] = lambda: torch.full(x.shape[::-1], **full).permute(
+            *reversed(range(x.ndim))
+        )
+        kinds["strided"] = lambda: torch.full((*x.shape[:-1], 2 * max(1, x.shape[-1])), **full)[
+            ..., ::2
+        ][..., : x.shape[-1]]
     if x.is_complex():
         kinds["conjugated"] = lambda: torch.full(x.shape, **full).conj()
     if x.is_floating_point():
@@ -168,14 +177,17 @@ def outs(x):
 
 def detached(sample):
     x, args, kwargs = tree_map(
-        lambda t: t.detach() if isinstance(t, torch.Tensor) else t, (sample.input, sample.args, sample.kwargs)
+        lambda t: t.detach() if isinstance(t, torch.Tensor) else t,
+        (sample.input, sample.args, sample.kwargs),
     )
     return type(sample)(x, args=args, kwargs=kwargs)
 
 
 def cases(op, dtype):
     """Yield labels, functions from a mode to the outcome, and whether values are compared."""
-    records = dtype in op.supported_backward_dtypes("cpu") and (dtype.is_floating_point or dtype.is_complex)
+    records = dtype in op.supported_backward_dtypes("cpu") and (
+        dtype.is_floating_point or dtype.is_complex
+    )
     variants = {"function": op.op, "method": op.method_variant, "in place": op.inplace_variant}
     for sample in itertools.islice(
         op.sample_inputs("cpu", dtype, requires_grad=records), SAMPLES[op.name in PRODUCTS.split()]
@@ -185,12 +197,20 @@ def cases(op, dtype):
             if function is None or (in_place and sample.broadcasts_input):
                 continue
             given = detached(sample) if in_place else sample
-            yield label, lambda mode, f=function, s=given, r=records and not in_place: call(f, s, mode, r), True
+            yield (
+                label,
+                lambda mode, f=function, s=given, r=records and not in_place: call(f, s, mode, r),
+                True,
+            )
         plain = detached(sample)
         result = call(op.op, plain, None).tensors.get("result", ()) if op.supports_out else ()
         if len(result) == 1 and result[0].layout == torch.strided:
             for kind, make in outs(result[0].detach()).items():
-                yield f"out {kind}", lambda mode, s=plain, m=make: call(op.op, s, mode, out=m()), True
+                yield (
+                    f"out {kind}",
+                    lambda mode, s=plain, m=make: call(op.op, s, mode, out=m()),
+                    True,
+                )
     if dtype == torch.float32 and op.error_inputs_func:
         for case in op.error_inputs("cpu"):
             yield "an error", lambda mode, s=case.sample_input: call(op.op, s, mode), False
@@ -208,12 +228,15 @@ def main(names):
                 for mode in ("fp32", "bf16"):
                     counted += 1
                     compares = has_values and mode == "fp32" and op.name not in UNCOMPARED_VALUES
-                    for kind, *both in differences(op.name, plain, run(mode), tolerance if compares else 0):
+                    for kind, *both in differences(
+                        op.name, plain, run(mode), tolerance if compares else 0
+                    ):
                         key = f"{op.formatted_name}, {name}, {mode}, {label}, {kind}"
                         seen[key] += 1
                         if seen[key] == 1:
                             sys.stdout.write(
-                                " | ".join([key, *(repr(x)[:300] for x in both)]).replace("\n", " ") + "\n"
+                                " | ".join([key, *(repr(x)[:300] for x in both)]).replace("\n", " ")
+                                + "\n"
                             )
     sys.stdout.write(f"{counted}\n")
 

@@ -25,7 +25,12 @@ def draw(seed, *shape):
 
 def placements(mesh):
     """Every pair of placements, forward and backward."""
-    for shapes in (((4, 6), (6, 8)), ((2, 4, 6), (6, 8)), ((2, 4, 6), (2, 6, 8)), ((2, 4, 6), (1, 6, 8))):
+    for shapes in (
+        ((4, 6), (6, 8)),
+        ((2, 4, 6), (6, 8)),
+        ((2, 4, 6), (2, 6, 8)),
+        ((2, 4, 6), (1, 6, 8)),
+    ):
         a, b = (draw(i, *shape) for i, shape in enumerate(shapes))
         gradient = draw(2, *(a @ b).shape)
         for of_a in [Replicate(), *map(Shard, range(a.ndim))]:
@@ -36,7 +41,9 @@ def placements(mesh):
                 assert isinstance(out, DTensor)
                 assert torch.equal(out.full_tensor(), a @ b)
                 (out * distribute_tensor(gradient, mesh, [Replicate()])).sum().backward()
-                assert torch.equal(x.grad.full_tensor(), gradient @ b.mT.expand(*a.shape[:-2], 8, 6))
+                assert torch.equal(
+                    x.grad.full_tensor(), gradient @ b.mT.expand(*a.shape[:-2], 8, 6)
+                )
                 true = (a.mT @ gradient).sum_to_size(b.shape)
                 assert torch.equal(y.grad.full_tensor(), true)
 
@@ -80,7 +87,8 @@ def tensor_parallel_layer(mesh):
     with lowprec.math_mode("fp32"), lowprec.profile() as profile:
         found = step(net)
     equal(found, step(model(nn.Linear)))
-    assert len(profile) == 5  # two forward; three backward, since the gradient of the input is not needed
+    # two forward; three backward, since the gradient of the input is not needed
+    assert len(profile) == 5
 
 
 def tensor_parallel_and_intercepted(mesh):
@@ -114,7 +122,9 @@ PARTS = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2
+    )
     mesh = init_device_mesh("cpu", (2,))
     for part in PARTS:
         part(mesh)

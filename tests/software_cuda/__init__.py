@@ -20,7 +20,17 @@ from software_cuda.recorder import Recorder, Refusal
 from software_cuda.runtime import Runtime
 from software_cuda.switches import Switches
 
-__all__ = ["Cupy", "DeviceArray", "DeviceModel", "Refusal", "Software", "Switches", "compiler", "install", "uninstall"]
+__all__ = [
+    "Cupy",
+    "DeviceArray",
+    "DeviceModel",
+    "Refusal",
+    "Software",
+    "Switches",
+    "compiler",
+    "install",
+    "uninstall",
+]
 
 _DEVICE = DeviceModel()
 
@@ -30,7 +40,11 @@ class Software:
 
     def __init__(self, devices=(_DEVICE,), version=130100, switches=None):
         self.recorder = Recorder(switches)
-        self.calls, self.faults, self.fail = self.recorder.calls, self.recorder.faults, self.recorder.fail
+        self.calls, self.faults, self.fail = (
+            self.recorder.calls,
+            self.recorder.faults,
+            self.recorder.fail,
+        )
         self.runtime = Runtime(self.recorder, devices)
         self.drain = self.runtime.drain
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
@@ -38,7 +52,9 @@ class Software:
         self.core = Core(self.recorder, self.runtime, version // 10000)
         self.driver = Driver(self.recorder, self.runtime)
         self.cusparse_lt = CusparseLt(self.recorder, self.runtime)
-        self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core, self.driver, self.cusparse_lt)
+        self.libraries = Libraries(
+            self.cublas_lt, self.cublas, self.runtime, self.core, self.driver, self.cusparse_lt
+        )
 
     @property
     def switches(self):
@@ -50,7 +66,12 @@ class Software:
         return sum(n for name, n in counted.items() if function in (name, name.partition(".")[2]))
 
     def live(self):
-        return self.runtime.live() | self.cublas_lt.live() | self.cublas.live() | self.cusparse_lt.live()
+        return (
+            self.runtime.live()
+            | self.cublas_lt.live()
+            | self.cublas.live()
+            | self.cusparse_lt.live()
+        )
 
     def forgive(self):
         self.faults.clear()

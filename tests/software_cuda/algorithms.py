@@ -95,7 +95,9 @@ def made_for(x, device):
 def candidates(x, device, *, tf32_forbidden):
     """Return all algorithms for a product, whatever the preference; the most promising first."""
     emulates = x.emulation is not None
-    flags = tables.flags(x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden, emulates=emulates)
+    flags = tables.flags(
+        x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden, emulates=emulates
+    )
     least = 16 if x.is_narrow else 4 if x.a.type == tables.R_8I else _smallest(x)
     elements = x.m * x.n * x.d.batch_count
     found = []

@@ -35,7 +35,11 @@ def strided(memory, x, pointer, device):
 
 def _rounded(x, flags):
     """Return operands as the units round them, in the type in which they are multiplied."""
-    for flag, mode in ((tables.INPUT_TF32, "tf32"), (tables.INPUT_16F, "fp16"), (tables.INPUT_16BF, "bf16")):
+    for flag, mode in (
+        (tables.INPUT_TF32, "tf32"),
+        (tables.INPUT_16F, "fp16"),
+        (tables.INPUT_16BF, "bf16"),
+    ):
         if flags & flag:
             x = round_to(x, mode)
     kinds = {"c": np.complex128, "i": np.int64}
@@ -123,7 +127,9 @@ class Call:
             a = a * scales(memory, x.a_scale, x.a_mode, x.m, x.k, self.device)
             b = b * scales(memory, x.b_scale, x.b_mode, x.n, x.k, self.device).T
         cuts = np.linspace(0, x.k, algorithm.split_k + 1).astype(int)
-        parts = [np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)]
+        parts = [
+            np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)
+        ]
         passes = x.d.dtype if algorithm.reduction in (INPLACE, OUTPUT_TYPE) else accumulator
         total = parts[0].astype(passes).astype(accumulator)
         for part in parts[1:]:

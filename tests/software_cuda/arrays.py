@@ -96,7 +96,9 @@ def _on_device(runtime, values, device, stream=None):
     """Return an array like this one on memory of a device."""
     first, end = span(values)
     home = Tenancy(runtime, device, end - first, stream)
-    return np.ndarray(values.shape, values.dtype, memory_at(home.address, home), -first, values.strides)
+    return np.ndarray(
+        values.shape, values.dtype, memory_at(home.address, home), -first, values.strides
+    )
 
 
 def empty(runtime, shape, dtype, device, stream):

@@ -71,7 +71,11 @@ class Prepared:
         self.layouts = []
         for i, data_type in enumerate(asked.types):
             layout = lt.matrix_layout_create(data_type, *asked.shapes[i], asked.ld(i))
-            values = {"ORDER": asked.order[i], "BATCH_COUNT": asked.batch, "STRIDED_BATCH_OFFSET": asked.stride(i)}
+            values = {
+                "ORDER": asked.order[i],
+                "BATCH_COUNT": asked.batch,
+                "STRIDED_BATCH_OFFSET": asked.stride(i),
+            }
             self.set("matrix_layout", layout, **values)
             self.layouts.append(layout)
 
@@ -80,11 +84,15 @@ class Prepared:
         self.set("matmul_desc", self.operation, **values)
 
     def set(self, kind, target, **values):
-        attributes = getattr(self.lt, "".join(word.capitalize() for word in kind.split("_")) + "Attribute")
+        attributes = getattr(
+            self.lt, "".join(word.capitalize() for word in kind.split("_")) + "Attribute"
+        )
         for name, number in values.items():
             member = attributes[name]
             data = np.array([number], getattr(self.lt, f"get_{kind}_attribute_dtype")(member))
-            getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
+            getattr(self.lt, f"{kind}_set_attribute")(
+                target, int(member), data.ctypes.data, data.nbytes
+            )
 
     def search(self, workspace=1 << 20):
         """Return algorithms and their workspaces."""
@@ -95,14 +103,17 @@ class Prepared:
         self.set("matmul_preference", wanted, **values)
         results, returned = np.zeros(32, lt.matmul_heuristic_result_dtype), ctypes.c_int()
         pointers = results.ctypes.data, ctypes.addressof(returned)
-        lt.matmul_algo_get_heuristic(self.handle, self.operation, *self.layouts, wanted, 32, *pointers)
+        lt.matmul_algo_get_heuristic(
+            self.handle, self.operation, *self.layouts, wanted, 32, *pointers
+        )
         lt.matmul_preference_destroy(wanted)
         return [(x["algo"].tobytes(), int(x["workspace_size"])) for x in results[: returned.value]]
 
     def run(self, algorithm, pointers, workspace=0, stream=LEGACY):
         dtype = tables.DTYPES[self.asked.scale]
         alpha, beta = (
-            np.array([x if dtype.kind == "c" else np.real(x)], dtype) for x in (self.asked.alpha, self.asked.beta)
+            np.array([x if dtype.kind == "c" else np.real(x)], dtype)
+            for x in (self.asked.alpha, self.asked.beta)
         )
         data = np.frombuffer(algorithm[0], np.uint8).copy()
         a, b, c, d = pointers

@@ -59,7 +59,9 @@ class Core(Part):
     def compile(self, source, arch, target):
         assert target == "cubin"
         if arch in ("sm_70", "sm_72") and self._cuda_major >= 13:
-            raise NVRTCError("NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)")
+            raise NVRTCError(
+                "NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)"
+            )
         return self._object_code(arch.encode() + b"\n" + _compiled(source))
 
     def _object_code(self, code):
@@ -96,7 +98,9 @@ def _compile(gxx, source, path):
         file.write_text(text)
         expanded = _run(gxx, "-std=c++17", "-E", "-P", str(file))
         barriers = "true" if "host_cuda::barrier()" in expanded else "false"
-        file.write_text(text + "".join(_entry(name, barriers) for name in _KERNEL.findall(expanded)))
+        file.write_text(
+            text + "".join(_entry(name, barriers) for name in _KERNEL.findall(expanded))
+        )
         linked = path.with_suffix(f".{os.getpid()}")
         _run(gxx, *_COMPILE, "-o", str(linked), str(file), "-lm", "-lc")
         linked.replace(path)  # in one step, as several processes may compile the same

@@ -35,7 +35,9 @@ class Cublas(Registry):
     @function
     def create(self):
         made = Handle(self.handle_kind, self.runtime)
-        made.math_mode = made.stream = made.pointer_mode = made.atomics_mode = made.sm_count_target = 0
+        made.math_mode = made.stream = made.pointer_mode = made.atomics_mode = (
+            made.sm_count_target
+        ) = 0
         made.workspace = (0, 0)
         return self.add(made)
 
@@ -105,7 +107,9 @@ class Cublas(Registry):
         assert (op_a, op_b) == (0, 0), "transposes are not modelled"
         found, memory = self.handle(handle), self.runtime.memory
         factors = [np.frombuffer(read_host(x, 4), np.float32)[0] for x in (alpha, beta)]
-        rounded = found.math_mode & ~_FLAG == _TF32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+        rounded = (
+            found.math_mode & ~_FLAG == _TF32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+        )
 
         def at(pointer, rows, cols, ld):
             data = memory.at(pointer, 4 * (ld * (cols - 1) + rows), found.device, "cublasSgemm")
@@ -115,7 +119,9 @@ class Cublas(Registry):
             left, right, out = at(a, m, k, lda), at(b, k, n, ldb), at(c, m, n, ldc)
             if rounded:
                 left, right = round_to(left, "tf32"), round_to(right, "tf32")
-            value = factors[0] * (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
+            value = factors[0] * (left.astype(np.float64) @ right.astype(np.float64)).astype(
+                np.float32
+            )
             out[...] = value if factors[1] == 0 else value + factors[1] * out
 
         self._enqueue(found, "sgemm", multiply)

@@ -70,13 +70,20 @@ class CublasLt(Objects):
         capability = self.runtime.devices[self.runtime.device].capability
         validate(found, capability, self.recorder.switches)
         settings = self._emulation(found.emulation_descriptor)
-        return replace(found, emulation=settings if tables.emulates(found.compute, capability, self.version) else None)
+        return replace(
+            found,
+            emulation=settings
+            if tables.emulates(found.compute, capability, self.version)
+            else None,
+        )
 
     def _emulation(self, number):
         """Return the settings of a descriptor; 0 means the defaults."""
         described = self.get(number, EMULATION).attributes if number else {}
         names = [x.name for x in fields(Emulation)]
-        return Emulation(**{names[i]: int.from_bytes(x, "little", signed=True) for i, x in described.items()})
+        return Emulation(
+            **{names[i]: int.from_bytes(x, "little", signed=True) for i, x in described.items()}
+        )
 
     @function
     def matmul_algo_get_heuristic(
@@ -85,12 +92,16 @@ class CublasLt(Objects):
     ):  # fmt: skip
         wanted = self.get(preference, PREFERENCE)
         me = threading.get_ident()
-        if self.version >= _NO_SEARCH_IN_CAPTURE and any(x.thread == me for x in self.runtime.captures):
+        if self.version >= _NO_SEARCH_IN_CAPTURE and any(
+            x.thread == me for x in self.runtime.captures
+        ):
             raise Refusal(INTERNAL_ERROR, "a search during a capture")
         with Use(self.handle(handle), self.recorder):
             asked = self._problem(operation, a, b, c, d)
             forbidden, switches = bool(self.tf32_forbidden), self.recorder.switches
-            found = search(asked, wanted, self._device_name(), switches, tf32_forbidden=forbidden)[:requested]
+            found = search(asked, wanted, self._device_name(), switches, tf32_forbidden=forbidden)[
+                :requested
+            ]
         if switches.first_algorithm and found:
             self._first.add((found[0].pack(), asked.without_pointers))
         for i, algorithm in enumerate(found):
@@ -129,7 +140,9 @@ class CublasLt(Objects):
     @function
     def matmul_algo_cap_get_attribute(self, algo, attribute, *rest):
         found = Algorithm.unpack(read_host(algo, real.matmul_algo_dtype.itemsize))
-        assert attribute == real.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS, "others are not modelled"
+        assert attribute == real.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS, (
+            "others are not modelled"
+        )
         write_attribute(np.uint64(found.flags).tobytes(), *rest)
 
     # -- the product ------------------------------------------------------------------------------
@@ -170,7 +183,10 @@ class CublasLt(Objects):
             if not pointer:
                 raise Refusal(INVALID_VALUE, f"{name} is null")
             if pointer % wanted:
-                raise Refusal(INVALID_VALUE, f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}")
+                raise Refusal(
+                    INVALID_VALUE,
+                    f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}",
+                )
         if x.scale == tables.R_32I and not {int(call.alpha), int(call.beta)} <= {0, 1}:
             raise Refusal(NOT_SUPPORTED, "alpha and beta are 0 or 1 for integers")
         if call.beta != 0 and call.c == call.d and x.c.strides != x.d.strides:
@@ -199,7 +215,10 @@ class CublasLt(Objects):
 
     def _check_workspace(self, algorithm, address, nbytes):
         if nbytes < algorithm.workspace:
-            raise Refusal(INVALID_VALUE, f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}")
+            raise Refusal(
+                INVALID_VALUE,
+                f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}",
+            )
         if algorithm.workspace and (not address or address % _WORKSPACE_ALIGNMENT):
             raise Refusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
 
@@ -212,13 +231,17 @@ class CublasLt(Objects):
                 self._launched.add(algorithm.pack())
                 runtime.scheduler.clock_ms += self.first_launch_ms
             if not algorithm.workspace:
-                runtime.enqueue(found, "matmul", lambda: call.write(memory, call.multiply(memory)), time_ms)
+                runtime.enqueue(
+                    found, "matmul", lambda: call.write(memory, call.multiply(memory)), time_ms
+                )
                 return
             halves = _Halves(call, memory, workspace, self.recorder)
             runtime.enqueue(found, "matmul", halves.begin, time_ms / 2)
             runtime.enqueue(found, "matmul, second half", halves.end, time_ms / 2)
         except Refusal as refusal:
-            raise Refusal(EXECUTION_FAILED, f"{call.problem.signature}: {refusal.status!r}") from None
+            raise Refusal(
+                EXECUTION_FAILED, f"{call.problem.signature}: {refusal.status!r}"
+            ) from None
 
     def _time_ms(self, call):
         x, algorithm = call.problem, call.algorithm
@@ -247,7 +270,9 @@ class _Halves:
 
     def _bytes(self):
         size = self._call.algorithm.workspace
-        return self._memory.at(self._workspace, size, self._call.device, "cublasLtMatmul, workspace")
+        return self._memory.at(
+            self._workspace, size, self._call.device, "cublasLtMatmul, workspace"
+        )
 
     def begin(self):
         self._value = self._call.multiply(self._memory)

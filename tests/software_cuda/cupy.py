@@ -76,13 +76,18 @@ class Cupy(ModuleType):
     def compute(self, function, *operands):
         """Return a new array with a function's values, computed by work on the current stream."""
         memory = [x.memory if isinstance(x, _Array) else x for x in operands]
-        like = function(*(np.ones(x.shape, x.dtype) if isinstance(x, np.ndarray) else x for x in memory))
+        like = function(
+            *(np.ones(x.shape, x.dtype) if isinstance(x, np.ndarray) else x for x in memory)
+        )
         made, device = self.empty(np.shape(like), like.dtype), self.runtime.device
         target = made.memory
 
         def write():
             if target.size:
-                read = [checked(self.runtime, x, device) if isinstance(x, np.ndarray) else x for x in memory]
+                read = [
+                    checked(self.runtime, x, device) if isinstance(x, np.ndarray) else x
+                    for x in memory
+                ]
                 with np.errstate(all="ignore"):
                     checked(self.runtime, target, device)[...] = function(*read)
 

@@ -80,8 +80,12 @@ class CusparseLt(Registry):
         assert (alignment, order) == (16, 1), "lowprec uses no others"
         steps = [x * tables.DTYPES[kind].itemsize / nbytes for x in (rows, cols, ld)]
         if ld < rows or not all(x > 0 and x.is_integer() for x in steps):
-            raise Refusal(Status.NOT_SUPPORTED, f"{rows} x {cols}, ld {ld}: not in steps of {nbytes} bytes")
-        return self._new(handle, MATRIX, matrix=Matrix("sparse", kind, rows, cols, ld), is_sparse=nbytes == 32)
+            raise Refusal(
+                Status.NOT_SUPPORTED, f"{rows} x {cols}, ld {ld}: not in steps of {nbytes} bytes"
+            )
+        return self._new(
+            handle, MATRIX, matrix=Matrix("sparse", kind, rows, cols, ld), is_sparse=nbytes == 32
+        )
 
     @function
     def dense_descriptor_init(self, handle, *stored):
@@ -96,17 +100,27 @@ class CusparseLt(Registry):
     @function
     def matmul_descriptor_init(self, handle, op_a, op_b, a, b, c, d, compute):
         found = [self.get(x, MATRIX) for x in (a, b, c, d)]
-        (m, k), (other, n), out = (self._shape(x.matrix, op) for x, op in zip(found[:3], (op_a, op_b, 0), strict=True))
-        if [x.is_sparse for x in found] != [True, False, False, False] or c != d or k != other or (m, n) != out:
+        (m, k), (other, n), out = (
+            self._shape(x.matrix, op) for x, op in zip(found[:3], (op_a, op_b, 0), strict=True)
+        )
+        if (
+            [x.is_sparse for x in found] != [True, False, False, False]
+            or c != d
+            or k != other
+            or (m, n) != out
+        ):
             raise Refusal(
-                Status.INVALID_VALUE, f"{m} x {k}, {other} x {n} and {out}: A alone is structured, and C is D"
+                Status.INVALID_VALUE,
+                f"{m} x {k}, {other} x {n} and {out}: A alone is structured, and C is D",
             )
         kinds = [x.matrix.type for x in found]
         if kinds[0] != kinds[1] or (*kinds[1:3], compute) not in _TYPES:
             raise Refusal(Status.NOT_SUPPORTED, f"types {kinds}, compute {compute}")
         if kinds[0] == tables.R_8I and (op_a, op_b) != (1, 0):
             raise Refusal(Status.NOT_SUPPORTED, "int8 matrices are contiguous along k")
-        return self._new(handle, OPERATION, matrices=[x.matrix for x in found], ops=(op_a, op_b), bias=0)
+        return self._new(
+            handle, OPERATION, matrices=[x.matrix for x in found], ops=(op_a, op_b), bias=0
+        )
 
     @staticmethod
     def _shape(x, op):
@@ -114,8 +128,12 @@ class CusparseLt(Registry):
 
     @function
     def matmul_desc_set_attribute(self, _, number, attribute, address, nbytes):
-        assert (attribute, nbytes) == (real.MatmulDescAttribute.BIAS_POINTER, 8), "others are not modelled"
-        self.get(number, OPERATION).bias = int(np.frombuffer(read_host(address, nbytes), np.uint64)[0])
+        assert (attribute, nbytes) == (real.MatmulDescAttribute.BIAS_POINTER, 8), (
+            "others are not modelled"
+        )
+        self.get(number, OPERATION).bias = int(
+            np.frombuffer(read_host(address, nbytes), np.uint64)[0]
+        )
 
     @function
     def matmul_alg_selection_init(self, handle, operation, algorithm):
@@ -125,7 +143,9 @@ class CusparseLt(Registry):
     @function
     def matmul_plan_init(self, handle, operation, selection):
         found = self.get(operation, OPERATION)
-        assert self.get(selection, SELECTION).operation is found, "the algorithm is of another product"
+        assert self.get(selection, SELECTION).operation is found, (
+            "the algorithm is of another product"
+        )
         # The bias is read here: a later change has no effect.
         return self._new(handle, PLAN, operation=found, bias=found.bias)
 
@@ -155,7 +175,9 @@ class CusparseLt(Registry):
             # Elements that are not zero come first; of more than two the others are lost.
             lost = np.argsort(dense == 0, axis=-1, kind="stable")[..., 2:]
             np.put_along_axis(dense, lost, 0, -1)
-            self.runtime.memory.at(buffer, _BUFFER_BYTES, device, "the buffer of a compression")[...] = 0xA5
+            self.runtime.memory.at(buffer, _BUFFER_BYTES, device, "the buffer of a compression")[
+                ...
+            ] = 0xA5
             data = np.frombuffer(_MARK + dense.tobytes(), np.uint8)
             self.runtime.memory.at(target, data.size, device, "a compressed matrix")[...] = data
 
@@ -180,7 +202,9 @@ class CusparseLt(Registry):
             raise Refusal(Status.INVALID_VALUE, f"stream {stream}")
         device = self.runtime.device
         with self.runtime.lock:
-            self.runtime.enqueue(self.runtime.stream(stream, current=True), label, lambda: run(device), 0.02)
+            self.runtime.enqueue(
+                self.runtime.stream(stream, current=True), label, lambda: run(device), 0.02
+            )
 
     @function
     def matmul(self, handle, plan, alpha, a, b, beta, c, d, workspace, streams, count):
@@ -201,13 +225,19 @@ class CusparseLt(Registry):
         data = memory.at(a, nbytes, device, "a compressed matrix").tobytes()
         if not data.startswith(_MARK):
             raise Fault("this is no compressed matrix")
-        left = np.frombuffer(data, sparse.dtype, offset=len(_MARK)).reshape(self._shape(sparse, ops[0]))
-        memory.at(workspace, _WORKSPACE_BYTES, device, "the workspace of a sparse product")[...] = 0xA5
+        left = np.frombuffer(data, sparse.dtype, offset=len(_MARK)).reshape(
+            self._shape(sparse, ops[0])
+        )
+        memory.at(workspace, _WORKSPACE_BYTES, device, "the workspace of a sparse product")[...] = (
+            0xA5
+        )
         wide = np.int64 if sparse.type == tables.R_8I else np.float64
         with np.errstate(all="ignore"):
             value = left.astype(wide) @ self._at(dense, ops[1], b, device).astype(wide)
             if wide is np.int64:
-                assert (alpha, beta, plan.bias) == (1, 0, 0), "an epilogue of integers is not modelled"
+                assert (alpha, beta, plan.bias) == (1, 0, 0), (
+                    "an epilogue of integers is not modelled"
+                )
             else:
                 value = alpha * value.astype(np.float32)
             if beta != 0:

@@ -37,7 +37,9 @@ class Objects(Registry):
     """Creates, changes and destroys them."""
 
     error_kind = "cuBLASLtError"
-    harmless = frozenset(f"get_{x}_attribute_dtype" for x in (*KINDS, "matmul_algo_config", "matmul_algo_cap"))
+    harmless = frozenset(
+        f"get_{x}_attribute_dtype" for x in (*KINDS, "matmul_algo_config", "matmul_algo_cap")
+    )
 
     def __init__(self, recorder, runtime, version):
         super().__init__("cublas_lt", real, recorder, runtime)
@@ -47,7 +49,9 @@ class Objects(Registry):
 
     def live(self):
         names = ("handles", "descriptors", "layouts", "preferences", "emulations")
-        return {name: self.count(kind) for name, kind in zip(names, ("handle", *KINDS), strict=True)}
+        return {
+            name: self.count(kind) for name, kind in zip(names, ("handle", *KINDS), strict=True)
+        }
 
     @function
     def get_version(self):
@@ -65,11 +69,15 @@ class Objects(Registry):
 
     @function
     def matmul_desc_create(self, compute_type, scale_type):
-        return self._created(DESCRIPTOR, real.MatmulDescAttribute, COMPUTE_TYPE=compute_type, SCALE_TYPE=scale_type)
+        return self._created(
+            DESCRIPTOR, real.MatmulDescAttribute, COMPUTE_TYPE=compute_type, SCALE_TYPE=scale_type
+        )
 
     @function
     def matrix_layout_create(self, data_type, rows, cols, ld):
-        return self._created(LAYOUT, real.MatrixLayoutAttribute, TYPE=data_type, ROWS=rows, COLS=cols, LD=ld)
+        return self._created(
+            LAYOUT, real.MatrixLayoutAttribute, TYPE=data_type, ROWS=rows, COLS=cols, LD=ld
+        )
 
     @function
     def matmul_preference_create(self):

@@ -39,7 +39,9 @@ class Emulation:
         rows, cols, inner = padded(m, 1024), padded(n, 1024), padded(k, 128)
         gemm = (rows * inner + cols * inner) * mult * self.slices + 4 * (rows + cols) * mult
         sums = 8 * m * n * mult * mult if is_complex else 0
-        partial = min(4 * rows * cols * mult * mult * self.slices, 2**32) * (padded(k, 8192) // 8192)
+        partial = min(4 * rows * cols * mult * mult * self.slices, 2**32) * (
+            padded(k, 8192) // 8192
+        )
         gemm += max(sums, partial)
         blocks = padded(k, 64) // 64
         dynamic = 4 * (m * blocks + n * blocks + m * n) * mult

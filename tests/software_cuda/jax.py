@@ -82,7 +82,9 @@ class Jax(ModuleType):
         ready = None
         if stream is not None:
             with self.runtime.lock:
-                ready = self.runtime.enqueue(self.runtime.stream_of(index, stream), "record", nothing)
+                ready = self.runtime.enqueue(
+                    self.runtime.stream_of(index, stream), "record", nothing
+                )
         return self._array(_Buffer(memory, ready), device, committed=True)
 
 
@@ -199,7 +201,9 @@ class _Array:
         if stream is None:
             self.block_until_ready()
         elif not self.jax.has_streams:
-            raise RuntimeError("UNIMPLEMENTED: WaitUntilBufferReadyOnStream is only implemented for GPU.")
+            raise RuntimeError(
+                "UNIMPLEMENTED: WaitUntilBufferReadyOnStream is only implemented for GPU."
+            )
         elif ready is not None:
             with runtime.lock:
                 consumer = runtime.stream_of(self.device.id, stream)

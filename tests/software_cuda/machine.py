@@ -161,7 +161,9 @@ class Machine(Part):
         key = (device, handle, threading.get_ident() if handle == 2 else 0)
         found = self._defaults.get(key)
         if found is None:
-            found = self._defaults[key] = Stream(handle, device, blocking=handle == 2, is_legacy=handle == 1)
+            found = self._defaults[key] = Stream(
+                handle, device, blocking=handle == 2, is_legacy=handle == 1
+            )
             self.scheduler.streams.append(found)
         return found
 

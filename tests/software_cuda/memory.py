@@ -111,9 +111,13 @@ class Memory:
         if block is None:
             raise Fault(f"{what}: illegal address {address:#x}, where nothing is allocated")
         if not block.alive:
-            raise Fault(f"{what}: illegal address {address:#x}, whose memory was freed, or not yet allocated")
+            raise Fault(
+                f"{what}: illegal address {address:#x}, whose memory was freed, or not yet allocated"
+            )
         if device is not None and block.device != device:
-            raise Fault(f"{what}: address {address:#x} is on device {block.device}, not on {device}")
+            raise Fault(
+                f"{what}: address {address:#x} is on device {block.device}, not on {device}"
+            )
         begin = address - block.address
         if begin + nbytes > block.nbytes:
             raise Fault(

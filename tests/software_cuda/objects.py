@@ -28,7 +28,11 @@ def error_of(kind, status, text):
 
 
 def cublas_error(kind, status, reason=""):
-    return error_of(kind, status, f"CUBLAS_STATUS_{STATUS_NAMES.get(int(status), '?')} ({int(status)}): {reason}")
+    return error_of(
+        kind,
+        status,
+        f"CUBLAS_STATUS_{STATUS_NAMES.get(int(status), '?')} ({int(status)}): {reason}",
+    )
 
 
 class Object:
@@ -43,7 +47,10 @@ class Object:
 
     def numbers(self, enumeration):
         """Return the attributes that were set, by name."""
-        return {enumeration(x).name: int.from_bytes(y, "little", signed=True) for x, y in self.attributes.items()}
+        return {
+            enumeration(x).name: int.from_bytes(y, "little", signed=True)
+            for x, y in self.attributes.items()
+        }
 
 
 class Handle(Object):
@@ -96,7 +103,9 @@ class Registry(Part):
         """Return a handle, which must be of the current device."""
         found = self.get(number, self.handle_kind)
         if found.device != self.runtime.device:
-            self.recorder.faults.append(f"a handle of device {found.device} is used on {self.runtime.device}")
+            self.recorder.faults.append(
+                f"a handle of device {found.device} is used on {self.runtime.device}"
+            )
             raise Refusal(INVALID_VALUE, "the handle is another device's")
         return found
 

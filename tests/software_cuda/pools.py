@@ -47,7 +47,9 @@ class Pools(Machine):
     @api(unsafe=True)
     def cudaMemPoolSetAttribute(self, pool, attribute, value):
         value.getPtr()  # the bindings take a cuuint64_t, and no int
-        assert attribute == real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold, "others are not modelled"
+        assert attribute == real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold, (
+            "others are not modelled"
+        )
         self.pools[int(pool)].threshold = int(value)
 
     @api(unsafe=True)
@@ -99,11 +101,17 @@ class Pools(Machine):
 
     @api()
     def cudaFreeAsync(self, address, stream):
-        found, block, capture = self.stream(stream), self.memory.find(address), self.stream(stream).capture
+        found, block, capture = (
+            self.stream(stream),
+            self.memory.find(address),
+            self.stream(stream).capture,
+        )
         self.check_capture(found)
         owned = isinstance(block.owner, Pool) if capture is None else address in capture.allocated
         if not owned or block.address != address:
-            self.recorder.faults.append(f"cudaFreeAsync of {address:#x}, which is not allocated there")
+            self.recorder.faults.append(
+                f"cudaFreeAsync of {address:#x}, which is not allocated there"
+            )
             raise Refusal(Status.cudaErrorInvalidValue)
         if capture is not None:
             capture.allocated.remove(address)

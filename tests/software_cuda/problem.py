@@ -11,7 +11,9 @@ from software_cuda.emulation import Emulation
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
 
-_EPILOGUES = frozenset(int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS"))
+_EPILOGUES = frozenset(
+    int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS")
+)
 _BIAS, _RELU, _GELU = 4, 2, 32
 _MOST_MATRICES = 65535
 
@@ -119,7 +121,16 @@ class Problem:
         """The properties that an algorithm depends on."""
         types = (self.a.type, self.b.type, self.c.type, self.d.type)
         orders = (self.a.order, self.b.order, self.d.order)
-        return (self.compute, self.scale, self.op_a, self.op_b, self.a_mode, self.b_mode, *types, *orders)
+        return (
+            self.compute,
+            self.scale,
+            self.op_a,
+            self.op_b,
+            self.a_mode,
+            self.b_mode,
+            *types,
+            *orders,
+        )
 
 
 #: Names of the fields by those of the attributes; others are not modelled.
@@ -227,7 +238,9 @@ def _validate_int8(x):
     if (x.op_a, x.op_b) != (1, 0) or {x.a.order, x.b.order, x.d.order} != {0}:
         raise Refusal(NOT_SUPPORTED, "int8 kernels are TN in column-major terms")
     if any(y.ld % 4 for y in (x.a, x.b, x.c, x.d)) or x.m % 4 or x.k % 4:
-        raise Refusal(NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4")
+        raise Refusal(
+            NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4"
+        )
 
 
 def _validate_narrow(x, capability):
@@ -239,15 +252,22 @@ def _validate_narrow(x, capability):
     if {x.a.order, x.b.order, x.c.order, x.d.order} != {0}:
         raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels are column-major")
     if any(y.alignment() < 16 for y in (x.a, x.b, x.c, x.d)):
-        raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want leading dimensions in multiples of 16 bytes")
+        raise Refusal(
+            NOT_SUPPORTED, "FP8 and FP4 kernels want leading dimensions in multiples of 16 bytes"
+        )
     sizes = (x.k * x.a.bits, x.k * x.b.bits, x.m * x.c.bits, x.m * x.d.bits)
     if any(size % 128 for size in sizes):
-        raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want k and the rows of D in steps of 16 bytes")
+        raise Refusal(
+            NOT_SUPPORTED, "FP8 and FP4 kernels want k and the rows of D in steps of 16 bytes"
+        )
 
 
 def _validate_float_scales(x, capability):
     if not tables.has_float_scales(capability):
-        raise Refusal(NOT_SUPPORTED, f"no float32 scales of vectors and blocks on compute capability {capability}")
+        raise Refusal(
+            NOT_SUPPORTED,
+            f"no float32 scales of vectors and blocks on compute capability {capability}",
+        )
     if x.d.batch_count > 1:
         raise NotImplementedError("batches with scales of vectors and blocks are not modelled")
     in_blocks = x.a_mode != tables.OUTER_VEC_32F

@@ -21,7 +21,17 @@ def nothing():
 class Op:
     """A piece of work on a stream, with its simulated time; one that a capture records does not run."""
 
-    __slots__ = ("after", "capture", "cost_ms", "done", "enqueued_ms", "finish_ms", "label", "run", "stream")
+    __slots__ = (
+        "after",
+        "capture",
+        "cost_ms",
+        "done",
+        "enqueued_ms",
+        "finish_ms",
+        "label",
+        "run",
+        "stream",
+    )
 
     def __init__(self, stream, label, run, cost_ms, after, capture=None):
         self.stream = stream

@@ -28,7 +28,8 @@ DTYPES = {
     C_64F: np.dtype(np.complex128),
     R_8F_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     R_8F_E5M2: np.dtype(ml_dtypes.float8_e5m2),
-    R_4F_E2M1: np.dtype(ml_dtypes.float4_e2m1fn),  # in memory two in a byte, the first in the low half
+    # in memory two in a byte, the first in the low half
+    R_4F_E2M1: np.dtype(ml_dtypes.float4_e2m1fn),
 }
 FLOAT8 = frozenset({R_8F_E4M3, R_8F_E5M2})
 
@@ -47,7 +48,10 @@ FLOAT_SCALES = frozenset({
     (OUTER_VEC_32F, OUTER_VEC_32F), (VEC128_32F, VEC128_32F),
     (VEC128_32F, BLK128x128_32F), (BLK128x128_32F, VEC128_32F),
 })  # fmt: skip
-BLOCKS = {VEC16_UE4M3: (16, np.dtype(ml_dtypes.float8_e4m3fn)), VEC32_UE8M0: (32, np.dtype(ml_dtypes.float8_e8m0fnu))}
+BLOCKS = {
+    VEC16_UE4M3: (16, np.dtype(ml_dtypes.float8_e4m3fn)),
+    VEC32_UE8M0: (32, np.dtype(ml_dtypes.float8_e8m0fnu)),
+}
 
 #: No epilogue but the default one.
 NO_EPILOGUE = -1

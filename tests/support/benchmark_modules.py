@@ -31,5 +31,6 @@ def imports(*folders: Path) -> Iterator[Load]:
         if name.partition(".")[0] in own:
             del sys.modules[name]
             package, _, module = name.rpartition(".")
-            if package in sys.modules:  # of a run by the report itself, which has imported it before
+            # of a run by the report itself, which has imported it before
+            if package in sys.modules:
                 vars(sys.modules[package]).pop(module, None)

@@ -49,7 +49,10 @@ def in_child(
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
         files[0].write(stdin or b"")
         files[0].seek(0)
-        streams = [file if given is CAPTURED else given for file, given in zip(files, (None, out, err), strict=True)]
+        streams = [
+            file if given is CAPTURED else given
+            for file, given in zip(files, (None, out, err), strict=True)
+        ]
         streams[0] = None if stdin is None else files[0]
 
         def act():
@@ -78,6 +81,11 @@ def _take(streams, encoding, unbuffered):
             os.dup2(stream.fileno(), number)
     made = []
     for number, stream in enumerate(streams):
-        raw = None if stream is None else open(number, "wb" if number else "rb", 0 if unbuffered and number else -1)  # noqa: SIM115
-        made.append(raw and io.TextIOWrapper(raw, encoding, line_buffering=number == 2, write_through=unbuffered))
+        if stream is None:
+            made.append(None)
+            continue
+        buffering = 0 if unbuffered and number else -1
+        raw = open(number, "wb" if number else "rb", buffering)  # noqa: SIM115
+        text = io.TextIOWrapper(raw, encoding, line_buffering=number == 2, write_through=unbuffered)
+        made.append(text)
     sys.stdin, sys.stdout, sys.stderr = made

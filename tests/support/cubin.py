@@ -35,15 +35,23 @@ def read_cubin(data, name):
     """Read a cubin with a single kernel."""
     sections = dict(_sections(data))
     common = list(_attributes(sections[".nv.info"]))
-    stack = max(struct.unpack_from("<I", x, 4)[0] for kind, x in common if kind in (_FRAME_SIZE, _MIN_STACK_SIZE))
+    stack = max(
+        struct.unpack_from("<I", x, 4)[0]
+        for kind, x in common
+        if kind in (_FRAME_SIZE, _MIN_STACK_SIZE)
+    )
     own = (x for kind, x in _attributes(sections[f".nv.info.{name}"]) if kind == _PARAMETER)
     rows = sorted(struct.unpack_from("<HHI", x, 4) for x in own)
     assert [number for number, _, _ in rows] == list(range(len(rows)))
-    return Cubin(sections[f".text.{name}"], [(offset, flags >> 18) for _, offset, flags in rows], stack)
+    return Cubin(
+        sections[f".text.{name}"], [(offset, flags >> 18) for _, offset, flags in rows], stack
+    )
 
 
 def _sections(data):
-    assert data.startswith(b"\x7fELF\x02\x01"), "no ELF file of 64 bits, least significant byte first"
+    assert data.startswith(b"\x7fELF\x02\x01"), (
+        "no ELF file of 64 bits, least significant byte first"
+    )
     (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", data, 0x3A)
     # Name, type, flags, address, offset, size.

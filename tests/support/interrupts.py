@@ -77,7 +77,8 @@ def count(call, check, error, **where):
     """
     places = 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the scope was ", lowprec.LowprecWarning)  # not used, or not left
+        # not used, or not left
+        warnings.filterwarnings("ignore", "the scope was ", lowprec.LowprecWarning)
         for raised in interrupted(call, error, **where):
             assert type(raised) is error
             raised.__traceback__ = raised.__context__ = None

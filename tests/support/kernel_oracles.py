@@ -17,7 +17,9 @@ _MARGIN = 64
 def stack_of(array, dtype):
     """Describe a stack of matrices, shape (..., rows, cols)."""
     strides = [s // array.itemsize for s in array.strides]
-    return MatrixStack.of(dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2]))
+    return MatrixStack.of(
+        dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2])
+    )
 
 
 # -- arrays ---------------------------------------------------------------------------------------
@@ -44,7 +46,9 @@ def with_nans(numbers):
     """Put NaN of every class, infinities, a zero, and the limits of float16 and float32 among the numbers."""
     parts = numbers.view(numbers.real.dtype)
     with np.errstate(over="ignore"):
-        special = np.array([np.inf, -np.inf, -0.0, 65519.9, 65520, 3e38, -3e38, 1e-45]).astype(parts.dtype)
+        special = np.array([np.inf, -np.inf, -0.0, 65519.9, 65520, 3e38, -3e38, 1e-45]).astype(
+            parts.dtype
+        )
     special = np.concatenate([special, nans(parts.dtype)])[: len(parts[::3])]
     parts[: 3 * len(special) : 3] = special
     return numbers

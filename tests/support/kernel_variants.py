@@ -111,12 +111,20 @@ def quantizing(source, rule, dtype, leading, rows, scale_mode=""):
 
 def scale_mode_of(rule):
     """Return the mode of an operand that FP8 units multiply."""
-    return "VEC128_32F" if rule.block == (1, 128) else FLOAT8_UNITS[rule.block_scale or rule.scaling]
+    return (
+        "VEC128_32F" if rule.block == (1, 128) else FLOAT8_UNITS[rule.block_scale or rule.scaling]
+    )
 
 
 def target_of(rule):
     """Return the type in which rounded numbers are multiplied on every GPU."""
-    return D.INT8 if rule.elements == "int8" else D.FLOAT32 if rule.block_scale == "float32" else D.BFLOAT16
+    return (
+        D.INT8
+        if rule.elements == "int8"
+        else D.FLOAT32
+        if rule.block_scale == "float32"
+        else D.BFLOAT16
+    )
 
 
 def _quantizing():
@@ -129,7 +137,11 @@ def _quantizing():
         if rule.block_scale == "e4m3":
             yield quantizing(stack, rule, D.INT8, 32, 64, "VEC16_UE4M3")
     for rule in QUANTIZED[:: len(QUANTIZED) // 3]:
-        for measures in ({"rounding": "stochastic"}, {"hadamard": 16}, {"rounding": "stochastic", "hadamard": 16}):
+        for measures in (
+            {"rounding": "stochastic"},
+            {"hadamard": 16},
+            {"rounding": "stochastic", "hadamard": 16},
+        ):
             yield quantizing(stack, rule._replace(seed=1, **measures), target_of(rule), 64, 64)
         for source in (D.FLOAT16, D.BFLOAT16):
             for target in (D.BFLOAT16, D.FLOAT32):
@@ -175,7 +187,9 @@ class Variant(NamedTuple):
     arguments: int
 
     def __str__(self):
-        return " ".join([self.name, *(f"{name}={value}" for name, value in self.macros.items() if value != "0")])
+        return " ".join(
+            [self.name, *(f"{name}={value}" for name, value in self.macros.items() if value != "0")]
+        )
 
 
 def every_variant():
@@ -186,7 +200,9 @@ def every_variant():
     for code, arguments in compiler.arguments.items():
         source = code.partition(b"\n")[2].decode()
         head = source[: source.index("//")]
-        (name,) = re.findall(r"^#define KERNEL_(\w+)", head, re.MULTILINE) or re.findall(_KERNEL, source)
+        (name,) = re.findall(r"^#define KERNEL_(\w+)", head, re.MULTILINE) or re.findall(
+            _KERNEL, source
+        )
         macros = re.findall(r"^#define (?!KERNEL_)(\w+) (.+)$", head, re.MULTILINE)
         found.append(Variant(name, source, dict(macros), arguments))
     return sorted(found, key=str)  # a sample has some of each kernel
@@ -195,10 +211,16 @@ def every_variant():
 def _launch_all():
     for packing in _packings():
         for pointer in _POINTERS:
-            queue_all(prepare_packing(packing, 0), Addresses(a=pointer, packed_a=pointer, scales_a=pointer), 1)
+            queue_all(
+                prepare_packing(packing, 0),
+                Addresses(a=pointer, packed_a=pointer, scales_a=pointer),
+                1,
+            )
     for packing in _quantizing():
         for at in _POINTERS:
-            queue_all(prepare_packing(packing, 0), Addresses(a=at, packed_a=at, scales_a=_POINTERS[0]), 1)
+            queue_all(
+                prepare_packing(packing, 0), Addresses(a=at, packed_a=at, scales_a=_POINTERS[0]), 1
+            )
     for spec in _epilogues():
         for pointer in _POINTERS:
             at = dict.fromkeys(("product", "out", "c", "bias", "scales_a", "scales_b"), pointer)

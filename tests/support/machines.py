@@ -18,7 +18,9 @@ from lowprec.planning import Capabilities, PlanReport
 def report_on(plan, **filled):
     """Return the report on a plan whose mode is the default."""
     resolved = ResolvedMode(plan.mode, ModeSource.DEFAULT)
-    return PlanReport.of(plan, **{"resolved": resolved, "candidates": (), "tolerance": None, **filled})
+    return PlanReport.of(
+        plan, **{"resolved": resolved, "candidates": (), "tolerance": None, **filled}
+    )
 
 
 ROWS = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
@@ -26,7 +28,9 @@ ROWS = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 BARE = Capabilities("cpu", "a plain CPU", kernels_of("x86_64"))
 AVX2 = replace(BARE, name="a CPU with AVX2", features=frozenset({"fp32_avx2", "int8_avx2"}))
 AVX512 = replace(
-    BARE, name="a CPU with AVX-512", features=AVX2.features | {"fp32_avx512", "bf16_avx512", "int8_avx512"}
+    BARE,
+    name="a CPU with AVX-512",
+    features=AVX2.features | {"fp32_avx512", "bf16_avx512", "int8_avx512"},
 )
 AMX = replace(BARE, name="a CPU with AMX", features=AVX512.features | {"bf16_amx", "int8_amx"})
 
@@ -35,7 +39,12 @@ def gpu(capability=(9, 0), workspace_bytes=32 << 20, *features):
     """Return what a GPU of a compute capability can do."""
     able = frozenset(x for x in features if x)
     return Capabilities(
-        "cuda:0", "a GPU", CUDA_KERNELS, able, compute_capability=capability, workspace_bytes=workspace_bytes
+        "cuda:0",
+        "a GPU",
+        CUDA_KERNELS,
+        able,
+        compute_capability=capability,
+        workspace_bytes=workspace_bytes,
     )
 
 

@@ -107,7 +107,9 @@ def quantized(x, name, rule="floor"):
         found = [nvfp4(block, scale) for block in blocks]
     else:
         scale = Fraction(1)
-        found = [microscaled(b, *((E4M3, 8) if name == "mxfp8" else (E2M1, 4)), rule) for b in blocks]
+        found = [
+            microscaled(b, *((E4M3, 8) if name == "mxfp8" else (E2M1, 4)), rule) for b in blocks
+        ]
     return [code for _, codes in found for code in codes], [code for code, _ in found], scale
 
 
@@ -131,5 +133,7 @@ def dequantized(code, block, name, scale):
     if number is None:
         return math.nan
     found = abs(float32(number * scale))
-    negative = code >> (3 if name.endswith("4") else 7) != (block is not None and name == "nvfp4" and block >> 7)
+    negative = code >> (3 if name.endswith("4") else 7) != (
+        block is not None and name == "nvfp4" and block >> 7
+    )
     return math.copysign(math.inf if found > LARGEST else float(found), -1 if negative else 1)

@@ -28,5 +28,7 @@ def compiled(folder, source, *options, name="program"):
     if sys.platform != "linux" or compiler is None:
         pytest.skip("no C++ compiler, or a system whose BLAS calls are not taken")
     path = folder / name
-    subprocess.run([*compiler, "-std=c++17", "-O1", str(source), *options, "-o", str(path)], check=True)
+    subprocess.run(
+        [*compiler, "-std=c++17", "-O1", str(source), *options, "-o", str(path)], check=True
+    )
     return path

@@ -78,7 +78,11 @@ def _via(dtype, x):
         return x.astype(dtype).astype(np.float32)
 
 
-_ROUNDINGS = {"tf32": _to_tf32, "bf16": lambda x: _via(bfloat16, x), "fp16": lambda x: _via(np.float16, x)}
+_ROUNDINGS = {
+    "tf32": _to_tf32,
+    "bf16": lambda x: _via(bfloat16, x),
+    "fp16": lambda x: _via(np.float16, x),
+}
 
 
 def round_to(x, mode, axis=None):
@@ -95,7 +99,10 @@ def round_to(x, mode, axis=None):
             return _scaled_to_float16(x, axis).astype(x.dtype)
     if x.dtype.name == "complex64":
         out = np.empty(x.shape, x.dtype)
-        out.real, out.imag = (rounding(np.ascontiguousarray(x.real)), rounding(np.ascontiguousarray(x.imag)))
+        out.real, out.imag = (
+            rounding(np.ascontiguousarray(x.real)),
+            rounding(np.ascontiguousarray(x.imag)),
+        )
         return out
     return rounding(x)
 
@@ -391,7 +398,15 @@ def nans(dtype):
     dtype = np.dtype(dtype)
     width = _MANTISSA_BITS[dtype.name]
     quiet = 1 << (width - 1)
-    low = sorted({0, 1, quiet - 1, *(1 << i for i in range(width - 1)), *(quiet - (1 << i) for i in range(width - 1))})
+    low = sorted(
+        {
+            0,
+            1,
+            quiet - 1,
+            *(1 << i for i in range(width - 1)),
+            *(quiet - (1 << i) for i in range(width - 1)),
+        }
+    )
     payloads = [*low[1:], *(quiet | bits for bits in low)]  # no payload at all is an infinity
     whole = 8 * dtype.itemsize
     exponent = ((1 << (whole - 1)) - 1) >> width << width

@@ -86,7 +86,9 @@ def in_threads(count, function):
 def without_note(seen):
     """Remove the line about a mode that affected no product."""
     lines = seen.err.splitlines(keepends=True)
-    return seen._replace(err="".join(line for line in lines if "no product was affected" not in line))
+    return seen._replace(
+        err="".join(line for line in lines if "no product was affected" not in line)
+    )
 
 
 def same(*words, under=TF32, **how):

@@ -11,7 +11,9 @@ from lowprec.backends.cpu import numpy_rounding
 def round_to_format(x, to):
     """Return numbers as float32, rounded as the operands of products by NumPy."""
     with np.errstate(all="ignore"):
-        return numpy_rounding.rounded(np.atleast_2d(x), np.dtype(np.float32), to).reshape(np.shape(x))
+        return numpy_rounding.rounded(np.atleast_2d(x), np.dtype(np.float32), to).reshape(
+            np.shape(x)
+        )
 
 
 def round_scalar(value, to, *, ties_away=False):

@@ -21,7 +21,9 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.ln_1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.ln_1(x)).chunk(3, -1)
+        )
         scores = q @ k.mT / q.shape[-1] ** 0.5
         if self.causal:
             scores = scores + torch.full(scores.shape[-2:], -1e9).triu(1)
@@ -37,7 +39,10 @@ class GPT2(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.embed, self.position = nn.Embedding(17, width), nn.Parameter(torch.randn(31, width) / 10)
+        self.embed, self.position = (
+            nn.Embedding(17, width),
+            nn.Parameter(torch.randn(31, width) / 10),
+        )
         self.blocks = nn.Sequential(Block(width, True), Block(width, True))
         self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, 17, bias=False)
 
@@ -60,7 +65,10 @@ class ViT(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.embed, self.position = nn.Conv2d(1, width, 2, 2), nn.Parameter(torch.randn(16, width) / 10)
+        self.embed, self.position = (
+            nn.Conv2d(1, width, 2, 2),
+            nn.Parameter(torch.randn(16, width) / 10),
+        )
         self.blocks = nn.Sequential(Block(width, False), Block(width, False))
         self.head = nn.Linear(width, 10)
 
@@ -84,7 +92,11 @@ class LSTM(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.cell, self.ln, self.head = nn.LSTMCell(8, width), nn.LayerNorm(width), nn.Linear(width, 10)
+        self.cell, self.ln, self.head = (
+            nn.LSTMCell(8, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, 10),
+        )
 
     def forward(self, x):
         state = None
@@ -110,7 +122,9 @@ def _spoil(parameters, weight, column):
 def digits():
     """Return pixels and classes of digits that scikit-learn ships, without importing it."""
     (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations
-    rows = np.loadtxt(Path(folder) / "datasets/data/digits.csv.gz", delimiter=",", max_rows=256, dtype=np.int64)
+    rows = np.loadtxt(
+        Path(folder) / "datasets/data/digits.csv.gz", delimiter=",", max_rows=256, dtype=np.int64
+    )
     return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, -1])
 
 

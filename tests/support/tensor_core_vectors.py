@@ -16,8 +16,17 @@ ABSENT = "the vectors of real tensor cores are not next to this checkout"
 ARCHITECTURES = {
     "V100": "volta", "A100": "ampere", "H200": "hopper", "H100": "hopper", "L40S": "ada", "B200": "blackwell",
 }  # fmt: skip
-FORMATS = {"fp16": "float16", "bf16": "bfloat16", "tf32": "tf32", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}
-SETS = [("V100", "fp16"), *((gpu, fmt) for gpu in ("A100", "H200") for fmt in ("fp16", "bf16", "tf32"))]
+FORMATS = {
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "tf32": "tf32",
+    "E4M3": "float8_e4m3fn",
+    "E5M2": "float8_e5m2",
+}
+SETS = [
+    ("V100", "fp16"),
+    *((gpu, fmt) for gpu in ("A100", "H200") for fmt in ("fp16", "bf16", "tf32")),
+]
 #: Those that are not in the sample.
 NARROW_SETS = [(gpu, fmt) for gpu in ("H100", "L40S", "B200") for fmt in ("E4M3", "E5M2")]
 
@@ -37,7 +46,9 @@ def sample(gpu, fmt):
     rows = [line.split(" | ") for line in _SAMPLE.read_text().splitlines()]
     found = [row[1:] for row in rows if row[0] == wanted]
     a, b, c, d = (
-        np.array([[int(word, 16) for word in row[i].split()] for row in found], np.uint32).view(np.float32)
+        np.array([[int(word, 16) for word in row[i].split()] for row in found], np.uint32).view(
+            np.float32
+        )
         for i in range(4)
     )
     return Vectors(a, b, c[:, 0], d[:, 0])

@@ -16,23 +16,34 @@ HERE = Path(__file__).parent
 FILES = "right.py", "wrong.py", "readme.py"
 #: Without this project's settings, as in a user's.
 CHECKERS = {
-    "mypy": ["--strict", "--config-file=", "--output=json", f"--python-executable={sys.executable}"],
+    "mypy": [
+        "--strict",
+        "--config-file=",
+        "--output=json",
+        f"--python-executable={sys.executable}",
+    ],
     "pyright": ["--outputjson", f"--pythonpath={sys.executable}"],
 }
 
 
 @pytest.fixture(scope="module", params=CHECKERS)
-def refused(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
+def refused(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, set[int]]:
     """Lines with an error, by file."""
     # Outside the checkout, where the package's names would count as the user's own.
     folder = tmp_path_factory.mktemp("types")
     for name in FILES[:2]:
         shutil.copy(HERE / name, folder)
     blocks = re.findall(
-        r"^```python\n(.*?)^```$", (HERE.parents[1] / "README.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^```python\n(.*?)^```$",
+        (HERE.parents[1] / "README.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert len(blocks) > 1
-    (folder / FILES[2]).write_text("# mypy: allow-untyped-defs, allow-untyped-calls\n" + "\n".join(blocks))
+    (folder / FILES[2]).write_text(
+        "# mypy: allow-untyped-defs, allow-untyped-calls\n" + "\n".join(blocks)
+    )
     for name in (request.param, "torch", "jax"):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
@@ -40,9 +51,15 @@ def refused(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     if request.param == "mypy":
-        found = [(x["file"], x["line"]) for x in map(json.loads, done.stdout.splitlines()) if x["severity"] == "error"]
+        found = [
+            (x["file"], x["line"])
+            for x in map(json.loads, done.stdout.splitlines())
+            if x["severity"] == "error"
+        ]
     else:
-        errors = [x for x in json.loads(done.stdout)["generalDiagnostics"] if x["severity"] == "error"]
+        errors = [
+            x for x in json.loads(done.stdout)["generalDiagnostics"] if x["severity"] == "error"
+        ]
         found = [(x["file"], x["range"]["start"]["line"] + 1) for x in errors]
     return {name: {line for file, line in found if Path(file).name == name} for name in FILES}
 

@@ -41,14 +41,18 @@ def function_lengths(source):
 def calls_of_property(source):
     """Yield properties of dataclasses with slots that are not decorated functions: Python 3.14 refuses them."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and any("slots=True" in ast.unparse(x) for x in node.decorator_list):
+        if isinstance(node, ast.ClassDef) and any(
+            "slots=True" in ast.unparse(x) for x in node.decorator_list
+        ):
             fields = (x for x in node.body if not isinstance(x, Function))
             yield from (text for text in map(ast.unparse, fields) if "property(" in text)
 
 
 def machine_paths(source):
     """Yield absolute paths in strings and comments, other than those every Linux machine has."""
-    path = re.compile(r"(?<![\w/.:<\]})*])(?:[A-Z]:\\|/)(?!proc/|sys/|dev/|etc/)[A-Za-z_][\w.-]*/[\w.-]+")
+    path = re.compile(
+        r"(?<![\w/.:<\]})*])(?:[A-Z]:\\|/)(?!proc/|sys/|dev/|etc/)[A-Za-z_][\w.-]*/[\w.-]+"
+    )
     wanted = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in wanted:
@@ -63,7 +67,9 @@ def _name(path):
 def test_source_follows_the_house_rules(path):
     source = path.read_text(encoding="utf-8")
     lines = source.count("\n")
-    assert lines <= MAX_FILE_LINES, f"{lines} lines: a file that outgrows {MAX_FILE_LINES} is two ideas"
+    assert lines <= MAX_FILE_LINES, (
+        f"{lines} lines: a file that outgrows {MAX_FILE_LINES} is two ideas"
+    )
     long = {n: k for n, k in function_lengths(source) if k > MAX_FUNCTION_LINES}
     assert not long, f"functions over {MAX_FUNCTION_LINES} lines: {long}"
     assert not list(calls_of_property(source))
@@ -71,7 +77,9 @@ def test_source_follows_the_house_rules(path):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in SOURCES if _name(path).partition("/")[0].removesuffix(".py") in ABOVE], ids=_name
+    "path",
+    [path for path in SOURCES if _name(path).partition("/")[0].removesuffix(".py") in ABOVE],
+    ids=_name,
 )
 def test_no_string_names_a_backend_above_the_core(path):
     """As import-linter sees no import by name."""
@@ -79,7 +87,11 @@ def test_no_string_names_a_backend_above_the_core(path):
 
 
 def test_import_is_light():
-    loaded = set(run_python("import lowprec, sys; print(*{name.partition('.')[0] for name in sys.modules})").split())
+    loaded = set(
+        run_python(
+            "import lowprec, sys; print(*{name.partition('.')[0] for name in sys.modules})"
+        ).split()
+    )
     assert "lowprec" in loaded
     assert not loaded.intersection(HEAVY)
 

@@ -56,15 +56,21 @@ def test_no_circle_of_files():
     graph = {}
     for path in BENCHMARKS.glob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        graph[path.stem] = names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        names = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
+        graph[path.stem] = names | {
+            node.module for node in nodes if isinstance(node, ast.ImportFrom)
+        }
     assert "claims" in TopologicalSorter(graph).static_order()
 
 
 def test_parts_run_in_their_order(load, monkeypatch):
     done = []
     monkeypatch.setattr(sys, "argv", ["script", "--parts", "b", "a"])
-    load("common").run_parts("Measure.", {name: lambda _, name=name: done.append(name) for name in "abc"})
+    load("common").run_parts(
+        "Measure.", {name: lambda _, name=name: done.append(name) for name in "abc"}
+    )
     assert done == ["a", "b"]
 
 
@@ -73,12 +79,20 @@ def test_parts_run_in_their_order(load, monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "at_most", "met"),
-    [(2.0, False, True), (0.5, False, False), (0.5, True, True), (2.0, True, False), (None, False, None)],
+    [
+        (2.0, False, True),
+        (0.5, False, False),
+        (0.5, True, True),
+        (2.0, True, False),
+        (None, False, None),
+    ],
 )
 def test_claim(load, value, at_most, met):
     claim = load("common").claim("something", value, 1.0, at_most=at_most, more="kept")
     assert (claim["met"], claim["more"]) == (met, "kept")
-    assert load("claims").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(met, "not measured")
+    assert load("claims").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(
+        met, "not measured"
+    )
 
 
 def test_a_wrong_product_is_not_timed(load, rng):
@@ -159,17 +173,41 @@ SCRIPTS = {
         [8, 10] + [12] * 3 + [15] * 3 + [14, 0.05],
     ),
     "torch": ("gemm --parts torch", "torch", "units", {"all", "AVX2"}, []),
-    "guard": ("overhead --parts guard", "torch jax threadpoolctl", "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
+    "guard": (
+        "overhead --parts guard",
+        "torch jax threadpoolctl",
+        "block",
+        {"fp32_guard", "math_mode"},
+        [2.0, 15.0],
+    ),
     "unscale": ("unscale", "torch", "variant", {"lowprec"}, [1.0]),
     "solve": ("solve", "torch scipy", "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
     "transformer": ("transformer", "torch", "kind", {"product", "step"}, [0.95, 0.85, 1.1, 0.65]),
     "narrow": ("narrow", "", "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),
     "digits": ("digits --libraries numpy", "sklearn rich scipy", "library", {"numpy"}, [0.05] * 5),
-    "dask": ("dask", "distributed", "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0]),
-    "recovery": ("accuracy --parts schemes", "", "arithmetic", {"this CPU", "Volta", "Hopper"}, [1.0]),
+    "dask": (
+        "dask",
+        "distributed",
+        "variant",
+        {"dask.array.matmul", "lowprec.matmul"},
+        [1.0, 1.0, 1.0],
+    ),
+    "recovery": (
+        "accuracy --parts schemes",
+        "",
+        "arithmetic",
+        {"this CPU", "Volta", "Hopper"},
+        [1.0],
+    ),
     "real": ("accuracy --parts real", "", "input", {"Hilbert", "Vandermonde"}, [1.0]),
     "tradeoff": ("accuracy --parts speed", "", "mode", {"fp32", "bf16x3"}, [1.0]),
-    "accuracy": ("accuracy --parts sizes", "", "distribution", {"normal", "positive", "wide"}, [1.0] * 4),
+    "accuracy": (
+        "accuracy --parts sizes",
+        "",
+        "distribution",
+        {"normal", "positive", "wide"},
+        [1.0] * 4,
+    ),
 }
 
 #: Claims that hold in quick runs, too.
@@ -192,7 +230,9 @@ def test_a_script_writes_its_figures_and_claims(tmp_path, name):
         str(tmp_path),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command_line, capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.iterdir()  # no other file is left
     assert path.name.startswith(name)
@@ -224,7 +264,9 @@ def _schemes(rows):
     assert (prepared["m"], prepared["k"], prepared["mode"]) == (32, 512, "bf16x3")
     # What two bfloat16 parts of each operand leave, root-mean-square, and what three do.
     errors = {r["mode"]: r["relative_error"] for r in rows if r["m"] == r["k"] == 512}
-    assert 2.0**-15 > max(errors["bf16x3"], prepared["relative_error"]) > 2.0**-20 > errors["bf16x6"]
+    assert (
+        2.0**-15 > max(errors["bf16x3"], prepared["relative_error"]) > 2.0**-20 > errors["bf16x6"]
+    )
 
 
 def _overhead(rows):
@@ -242,7 +284,9 @@ def _accuracy(rows):
 
 def _beside_torch(rows):
     counted = [r for r in rows if r["of"]]
-    assert [(r["units"], r["of"]) for r in counted] == [(units, of) for units in ("all", "AVX2") for of in (1024, 64)]
+    assert [(r["units"], r["of"]) for r in counted] == [
+        (units, of) for units in ("all", "AVX2") for of in (1024, 64)
+    ]
     assert {r["lowprec"] for r in counted} == {0}
     assert all(r["speed"]["median"] > 0 for r in rows if not r["of"])
 

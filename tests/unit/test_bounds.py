@@ -208,7 +208,9 @@ MODES = (MathMode.FP32, MathMode.TF32, MathMode.BF16, MathMode.FP16)
 
 def test_operands_that_are_exact_are_not_rounded():
     one = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True)
-    both = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True, b_exact=True)
+    both = error_bound(
+        MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True, b_exact=True
+    )
     # k = 1 leaves one rounding of the product: gamma_1 is a hair above u.
     assert one.relative == pytest.approx(2.0**-8, rel=1e-3)
     assert both.relative == pytest.approx(2.0**-24, rel=1e-3)
@@ -238,7 +240,10 @@ def test_formulas_of_storage_that_modes_leave_alone(compute, out, kernel, formul
 
 def test_int8_sums_fit_int32_up_to_the_stated_length():
     assert MAX_K_INT8 * 128 * 128 < 2**31 <= (MAX_K_INT8 + 1) * 128 * 128
-    assert error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, ROWS["numpy"]).frobenius(1, 1, 2, 2) == 0
+    assert (
+        error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, ROWS["numpy"]).frobenius(1, 1, 2, 2)
+        == 0
+    )
 
 
 def test_sums_of_no_or_one_product():

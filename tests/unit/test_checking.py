@@ -27,7 +27,16 @@ def _idle(monkeypatch):
 def _cells(text):
     """Return the rows of a table, in which everything that was opened is closed."""
     elements = [*ElementTree.fromstring(f"<div>{text}</div>").iter()]
-    assert {x.tag for x in elements} <= {"table", "caption", "thead", "tbody", "tr", "th", "td", "div"}
+    assert {x.tag for x in elements} <= {
+        "table",
+        "caption",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "div",
+    }
     # Colours are the notebook's, so that a dark one is readable.
     assert not any("color" in value for x in elements for value in x.attrib.values())
     return [[cell.text or "" for cell in x] for x in elements if x.tag == "tr"]
@@ -35,11 +44,15 @@ def _cells(text):
 
 def test_every_mode_has_a_row(a):
     found = lowprec.check(a, a, rounds=1)
-    assert [row.name for row in found.rows] == [str(m) for m in available_modes() if m != "fp64_emulated"]
+    assert [row.name for row in found.rows] == [
+        str(m) for m in available_modes() if m != "fp64_emulated"
+    ]
     for row in found.rows:
         plan = lowprec.plan(a, a, math_mode=row.name)
         assert row.plan == plan
-        error = np.linalg.norm(lowprec.matmul(a, a, math_mode=row.name) - a.astype(np.float64) @ a.astype(np.float64))
+        error = np.linalg.norm(
+            lowprec.matmul(a, a, math_mode=row.name) - a.astype(np.float64) @ a.astype(np.float64)
+        )
         scale = np.linalg.norm(a.astype(np.float64)) ** 2
         assert row.errors.normalised == pytest.approx(error / scale)
         assert plan.bound.relative <= row.errors.bound
@@ -68,7 +81,12 @@ def _rows(*of):
     ("rows", "sentence"),
     [
         (
-            [("bf16", 1.94, 2.4e-3), ("int8", 3.42, 8e-3), ("fp64", 0.2, 1e-8), ("tf32", 1.04, 3e-4)],
+            [
+                ("bf16", 1.94, 2.4e-3),
+                ("int8", 3.42, 8e-3),
+                ("fp64", 0.2, 1e-8),
+                ("tf32", 1.04, 3e-4),
+            ],
             (
                 "bf16: 1.9 times the speed of fp32, error 2e-3; int8: 3.4 times, 8e-3; "
                 "no other mode is faster on this device"
@@ -93,7 +111,9 @@ def test_the_summary_omits_what_is_wrong_or_fp32_itself():
     first, bf16, pedantic = found.rows
     same = dataclasses.replace(pedantic, plan=first.plan)
     noisy = dataclasses.replace(bf16, is_noisy=True)
-    assert dataclasses.replace(found, rows=(first, noisy, same)).summary.startswith("bf16: about 2.0 times")
+    assert dataclasses.replace(found, rows=(first, noisy, same)).summary.startswith(
+        "bf16: about 2.0 times"
+    )
     for verdict in (Verdict.ABOVE, Verdict.OVERFLOW):
         wrong = dataclasses.replace(bf16, errors=dataclasses.replace(bf16.errors, verdict=verdict))
         assert (
@@ -115,10 +135,19 @@ def test_a_long_table_shows_the_fastest_of_equal_errors():
     assert found.selection == found.rows
     found = _rows(*of, *others)
     # The others are in the order of their speeds; x9 has the error of bf16, 2e-3, to one digit.
-    assert [r.name for r in found.selection] == ["fp32", "fast", "other", "x7", "x8", *(f"x{n}" for n in range(10, 17))]
+    assert [r.name for r in found.selection] == [
+        "fp32",
+        "fast",
+        "other",
+        "x7",
+        "x8",
+        *(f"x{n}" for n in range(10, 17)),
+    ]
     assert [row[0].split(",")[0] for row in found.table.rows] == [r.label for r in found.selection]
     assert f"12 of {len(found.rows)} modes are shown; rows has all" in str(found)
-    last = dataclasses.replace(found.rows[-1], errors=dataclasses.replace(found.rows[-1].errors, verdict=Verdict.ABOVE))
+    last = dataclasses.replace(
+        found.rows[-1], errors=dataclasses.replace(found.rows[-1].errors, verdict=Verdict.ABOVE)
+    )
     assert dataclasses.replace(found, rows=(*found.rows[:-1], last)).selection[-1] is last
 
 
@@ -213,14 +242,24 @@ def test_a_plan_shows_which_bound_rtol_limits():
         return text.partition(" rtol ")[2].partition(" a becomes")[0]
 
     # FP32's guaranteed bound, (1 + u)^512 - 1 = 3.1e-5, is above 1e-5; its probable one is below.
-    guaranteed, probable = (lowprec.plan(x, x, rtol=1e-5, bound=bound).mode for bound in ("guaranteed", "probable"))
+    guaranteed, probable = (
+        lowprec.plan(x, x, rtol=1e-5, bound=bound).mode for bound in ("guaranteed", "probable")
+    )
     assert guaranteed != probable
     said = row(rtol=1e-5)
-    assert said.startswith(f"limits the guaranteed bound to 1e-05; bound='probable' would choose {probable}")
+    assert said.startswith(
+        f"limits the guaranteed bound to 1e-05; bound='probable' would choose {probable}"
+    )
     said = row(rtol=1e-5, bound="probable")
-    assert said.startswith(f"limits the probable bound to 1e-05; bound='guaranteed' would choose {guaranteed}")
+    assert said.startswith(
+        f"limits the probable bound to 1e-05; bound='guaranteed' would choose {guaranteed}"
+    )
     assert row(math_mode="bf16") == ""
-    assert lowprec.plan(x, x, rtol=1e-5).to_dict()["tolerance"].startswith("limits the guaranteed bound")
+    assert (
+        lowprec.plan(x, x, rtol=1e-5)
+        .to_dict()["tolerance"]
+        .startswith("limits the guaranteed bound")
+    )
 
 
 def test_a_narrow_table_omits_columns_then_is_shown_by_row():

@@ -132,7 +132,10 @@ def test_a_library_that_fails_is_reported_and_the_others_act(register, step):
 def test_a_library_that_cannot_be_put_back_is_reported(register):
     bad, good = register("bad"), register("good")
     bad.fails["restore"] = OSError("gone")
-    with pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"), fp32_guard():
+    with (
+        pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"),
+        fp32_guard(),
+    ):
         pass
     assert good.is_as_before
     bad.fails.clear()
@@ -187,7 +190,9 @@ def test_a_generator_that_another_thread_closes(register):
 
 
 @pytest.mark.parametrize("moment", ["save", "set_mode", "restore"])
-@pytest.mark.parametrize("make", [fp32_guard, lambda: math_mode("tf32", frameworks=True)], ids=["guard", "mode"])
+@pytest.mark.parametrize(
+    "make", [fp32_guard, lambda: math_mode("tf32", frameworks=True)], ids=["guard", "mode"]
+)
 def test_a_finalizer_in_the_midst_of_a_change(register, make, moment):
     """It leaves one block and runs another; all blocks act as otherwise."""
     library, waiting, seen = register(), make().__enter__(), list[bool]()
@@ -345,7 +350,9 @@ def cupy(register, monkeypatch):
         return state.value
 
     module = ModuleType("cupy")
-    module._core = SimpleNamespace(get_compute_type=get_compute_type, set_compute_type=set_compute_type)
+    module._core = SimpleNamespace(
+        get_compute_type=get_compute_type, set_compute_type=set_compute_type
+    )
     monkeypatch.setitem(sys.modules, "cupy", module)
     registry.register_controller(CUPY)
     return state

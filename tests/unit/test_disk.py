@@ -126,7 +126,9 @@ def _no_home(monkeypatch):
         (_no_home, "no cache on disk: .*home directory.*; set LOWPREC_CACHE_DIR to a folder"),
     ],
 )
-def test_without_a_folder_there_is_one_warning_and_no_cache(cache, monkeypatch, tmp_path, absent, words):
+def test_without_a_folder_there_is_one_warning_and_no_cache(
+    cache, monkeypatch, tmp_path, absent, words
+):
     absent(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.warns(LowprecWarning, match=words):
@@ -144,7 +146,11 @@ def test_without_a_folder_there_is_one_warning_and_no_cache(cache, monkeypatch, 
 def test_the_folder_of_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for base, folder in (("", ".cache/lowprec"), ("relative", ".cache/lowprec"), (str(tmp_path / "x"), "x/lowprec")):
+    for base, folder in (
+        ("", ".cache/lowprec"),
+        ("relative", ".cache/lowprec"),
+        (str(tmp_path / "x"), "x/lowprec"),
+    ):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         assert disk.cache_directory() == tmp_path / folder
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "~/here")
@@ -213,7 +219,9 @@ def test_special_files_are_not_replaced(tmp_path):
         with pytest.raises(FileExistsError, match=f"not a regular file: .*{name}"):
             atomic.write_file(tmp_path / name, b"half")
     after = {p.name: p.lstat() for p in tmp_path.iterdir()}
-    assert {n: (s.st_ino, s.st_mode) for n, s in after.items()} == {n: (s.st_ino, s.st_mode) for n, s in before.items()}
+    assert {n: (s.st_ino, s.st_mode) for n, s in after.items()} == {
+        n: (s.st_ino, s.st_mode) for n, s in before.items()
+    }
 
 
 def test_a_long_name_has_room_for_the_temporary_one(tmp_path):

@@ -18,14 +18,19 @@ from support import machines
 
 pytestmark = pytest.mark.usefixtures("clean_policy")
 
-BF16X9, FIXED_POINT = ComputeType.COMPUTE_32F_EMULATED_16BFX9, ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT
+BF16X9, FIXED_POINT = (
+    ComputeType.COMPUTE_32F_EMULATED_16BFX9,
+    ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT,
+)
 SINGLE, DOUBLE = (DType.FLOAT32, DType.COMPLEX64), (DType.FLOAT64, DType.COMPLEX128)
 
 
 def present(capability, version=131000):
     """Return the capabilities of a device with some version of cuBLAS."""
     properties = type("Properties", (SimpleNamespace,), {"__hash__": object.__hash__})
-    found = properties(index=0, name="a GPU", capability=capability, multiprocessors=100, clock_khz=0)
+    found = properties(
+        index=0, name="a GPU", capability=capability, multiprocessors=100, clock_khz=0
+    )
     return models.present(found, version)
 
 
@@ -62,7 +67,9 @@ def test_devices_and_versions(capability, version, single, double):
         plan = plan_gemm(square(512, dtype), able, MathMode.FP64_EMULATED)
         assert plan.cublas_compute_type is (FIXED_POINT if double else ComputeType.COMPUTE_64F)
         assert plan.mode_has_effect is double
-        assert ("cuBLASLt emulates FP64 on compute capability 8.x" in plan.kernel_reason) is not double
+        assert (
+            "cuBLASLt emulates FP64 on compute capability 8.x" in plan.kernel_reason
+        ) is not double
         assert ("cuBLASLt does not emulate" in plan.note) is not double
 
 
@@ -75,32 +82,47 @@ def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(mode, n
     for dtype in dtypes:
         for problem in (square(600, dtype), square(600, dtype, k_chunk=600)):
             found, plain = (plan_gemm(problem, present((10, 0)), x) for x in (mode, native))
-            assert found.call.compute_type is lower(found).compute_type is (BF16X9 if dtype in SINGLE else FIXED_POINT)
+            assert (
+                found.call.compute_type
+                is lower(found).compute_type
+                is (BF16X9 if dtype in SINGLE else FIXED_POINT)
+            )
             for name in ("first", "second", "d", "scale_dtype", "staged", "pack_a", "pack_b"):
                 assert getattr(found.call, name) == getattr(plain.call, name), name
             for name in ("schedule", "copies", "multiplied_dtype", "rounded", "accumulator"):
                 assert getattr(found, name) == getattr(plain, name), name
             for name in ("relative", "probable", "operand_absolute", "result_absolute"):
                 assert getattr(found.bound, name) == getattr(plain.bound, name), name
-            assert found.bound.formula == plain.bound.formula + "; cuBLAS documents its emulation to be as accurate"
+            assert (
+                found.bound.formula
+                == plain.bound.formula + "; cuBLAS documents its emulation to be as accurate"
+            )
             assert found.bound.condition == "finite operands; " + plain.bound.condition
 
 
-@pytest.mark.parametrize(("mode", "dtypes"), [(MathMode.BF16X9, SINGLE), (MathMode.FP64_EMULATED, DOUBLE)])
+@pytest.mark.parametrize(
+    ("mode", "dtypes"), [(MathMode.BF16X9, SINGLE), (MathMode.FP64_EMULATED, DOUBLE)]
+)
 def test_chunks_of_k_are_those_of_lowprec_s_products(mode, dtypes):
     """So ``k_chunk`` gives the split of bfloat16 parts, with its smaller bound."""
     for dtype in dtypes:
-        found, other = (plan_gemm(square(600, dtype, k_chunk=256), present(c), mode) for c in ((10, 0), (7, 5)))
+        found, other = (
+            plan_gemm(square(600, dtype, k_chunk=256), present(c), mode) for c in ((10, 0), (7, 5))
+        )
         assert found.kernel == "cublaslt"
         assert found.schedule == other.schedule
         assert "sets its own chunks of k and does not support k_chunk=" in found.kernel_reason
-        assert found.cublas_compute_type is (ComputeType.COMPUTE_32F if dtype in SINGLE else ComputeType.COMPUTE_64F)
+        assert found.cublas_compute_type is (
+            ComputeType.COMPUTE_32F if dtype in SINGLE else ComputeType.COMPUTE_64F
+        )
 
 
 def test_fp32_emulated_takes_the_emulation_where_it_is_the_cheapest():
     found = plan_gemm(square(4096), present((10, 0)), MathMode.FP32_EMULATED)
     assert (found.runs_as, found.kernel) == (MathMode.BF16X9, "cublaslt_bf16x9")
-    split, fp32 = (plan_gemm(square(4096), machines.gpu((10, 0)), m) for m in (MathMode.BF16X9, MathMode.FP32))
+    split, fp32 = (
+        plan_gemm(square(4096), machines.gpu((10, 0)), m) for m in (MathMode.BF16X9, MathMode.FP32)
+    )
     assert expected_cost(found) < expected_cost(split)
     # Nine products at the cost of bfloat16's, without packing.
     assert expected_cost(found) == pytest.approx(9 * expected_cost(fp32) * 51.4 / 806)
@@ -135,7 +157,9 @@ def test_predictions_show_it():
         assert lowprec.plan(x, x if x is wide else b, math_mode=mode, device=device).passed_over
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8", "float64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "complex64", "float16", "int8", "float64", "complex128"]
+)
 def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype):
     """Which computes float64 operands in FP64."""
     rng = np.random.default_rng(0)

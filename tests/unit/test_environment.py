@@ -37,7 +37,13 @@ def test_blank_is_unset(name, blank, monkeypatch):
         ("LOWPREC_MATH_MODE", "tf32", "math_mode", MathMode.TF32, "tf32"),
         ("LOWPREC_MATH_MODE", " BF16 ", "math_mode", MathMode.BF16, "bf16"),
         ("LOWPREC_MATH_MODE", "F16_F16_F32", "math_mode", MathMode.FP16, "fp16"),
-        ("LOWPREC_FORCE_MATH_MODE", "fp32_pedantic", "force_math_mode", MathMode.FP32_PEDANTIC, "fp32_pedantic"),
+        (
+            "LOWPREC_FORCE_MATH_MODE",
+            "fp32_pedantic",
+            "force_math_mode",
+            MathMode.FP32_PEDANTIC,
+            "fp32_pedantic",
+        ),
         ("LOWPREC_FP32_GUARD", " 1 ", "fp32_guard", True, "no product is below full FP32"),
         ("LOWPREC_FP32_GUARD", "0", "fp32_guard", False, "no guard"),
         ("NVIDIA_TF32_OVERRIDE", " 0 ", "tf32_off", True, "TF32 is off"),
@@ -50,14 +56,18 @@ def test_legal_values(name, text, field, value, effect, monkeypatch):
     monkeypatch.setenv(name, text)
     assert getattr(environment.snapshot(), field) is value
     assert row_of(name).effect == effect
-    remarked = ["NVIDIA reserves every value but 0" in problem for problem in environment.problems()]
+    remarked = [
+        "NVIDIA reserves every value but 0" in problem for problem in environment.problems()
+    ]
     assert remarked == [True] * effect.startswith("lowprec does not act")
 
 
 @pytest.mark.parametrize("name", MODE_VARIABLES)
 def test_a_bad_mode_is_an_error_and_a_row_and_is_not_kept(name, monkeypatch):
     monkeypatch.setenv(name, "fp23")
-    with pytest.raises(EnvironmentVariableError, match=f"{name}.*'fp23' is not a math mode.*unset") as caught:
+    with pytest.raises(
+        EnvironmentVariableError, match=f"{name}.*'fp23' is not a math mode.*unset"
+    ) as caught:
         environment.snapshot()
     assert all(mode.value in str(caught.value) for mode in available_modes())
     assert (row_of(name).value, row_of(name).effect) == ("fp23", "refused")
@@ -88,7 +98,10 @@ def test_the_first_value_holds(name, monkeypatch):
 
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
     monkeypatch.setenv("LOWPREC_FP32_GUARD", "yes")
-    with pytest.raises(EnvironmentVariableError, match="LOWPREC_FP32_GUARD must be one of 0, 1, got 'yes'; or unset"):
+    with pytest.raises(
+        EnvironmentVariableError,
+        match="LOWPREC_FP32_GUARD must be one of 0, 1, got 'yes'; or unset",
+    ):
         environment.snapshot()
 
 
@@ -96,8 +109,16 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
     ("mode", "options", "variables"),
     [
         (MathMode.TF32, {}, {"LOWPREC_MATH_MODE": "tf32", "LOWPREC_RUN": "tf32"}),
-        (MathMode.BF16, {"force": True}, {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"}),
-        (None, {"guard": True}, {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"}),
+        (
+            MathMode.BF16,
+            {"force": True},
+            {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"},
+        ),
+        (
+            None,
+            {"guard": True},
+            {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"},
+        ),
         (None, {"profile": True}, {"LOWPREC_RUN_PROFILE": "1"}),
         (None, {"intercept": "{}"}, {"LOWPREC_RUN_INTERCEPT": "{}"}),
     ],
@@ -106,13 +127,21 @@ def test_the_environment_of_a_child(mode, options, variables, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
     found = environment.child_environment("startup", mode, **options)
-    assert found == {**before, **variables, "PYTHONPATH": "startup", "LOWPREC_RUN_PROGRAM": str(os.getpid())}
+    assert found == {
+        **before,
+        **variables,
+        "PYTHONPATH": "startup",
+        "LOWPREC_RUN_PROGRAM": str(os.getpid()),
+    }
     assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(
     ("name", "default"),
-    [("OMP_NUM_THREADS", "the library's own choice"), ("LOWPREC_CACHE_DIR", "the user's cache folder of the system")],
+    [
+        ("OMP_NUM_THREADS", "the library's own choice"),
+        ("LOWPREC_CACHE_DIR", "the user's cache folder of the system"),
+    ],
 )
 def test_other_variables_are_read_at_every_use(name, default, monkeypatch):
     environment.snapshot()

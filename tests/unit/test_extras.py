@@ -11,9 +11,13 @@ if sys.version_info >= (3, 11):
 else:  # pytest requires it there
     import tomli as tomllib
 
-packaging_requirements = pytest.importorskip("packaging.requirements", reason="packaging is not installed")
+packaging_requirements = pytest.importorskip(
+    "packaging.requirements", reason="packaging is not installed"
+)
 ROOT = Path(__file__).parents[2]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+    "optional-dependencies"
+]
 LINES = (ROOT / "tests" / "data" / "pytorch_pins.csv").read_text("utf-8").splitlines()
 PINS = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 
@@ -43,10 +47,16 @@ def refused(extra, pins):
     """Return the requirements of an extra that a wheel's pins do not meet."""
     major = pins["cuda"].partition(".")[0]
     versions = {PACKAGES[column][major]: pins[column] for column in PACKAGES if pins[column]}
-    return [str(x) for x in requirements(extra) if x.name in versions and not x.specifier.contains(versions[x.name])]
+    return [
+        str(x)
+        for x in requirements(extra)
+        if x.name in versions and not x.specifier.contains(versions[x.name])
+    ]
 
 
-@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"torch {pins['torch']} cu{pins['cuda'].replace('.', '')}")
+@pytest.mark.parametrize(
+    "pins", PINS, ids=lambda pins: f"torch {pins['torch']} cu{pins['cuda'].replace('.', '')}"
+)
 def test_an_extra_admits_the_versions_that_pytorch_pins(pins):
     """The extra is that of the major version in ``torch.version.cuda``; the other one conflicts."""
     major = pins["cuda"].partition(".")[0]
@@ -57,4 +67,6 @@ def test_an_extra_admits_the_versions_that_pytorch_pins(pins):
 
 @pytest.mark.parametrize("major", ["12", "13"])
 def test_every_package_of_an_extra_has_pins(major):
-    assert {x.name for x in requirements(f"sparse{major}")} == FREE | {found[major] for found in PACKAGES.values()}
+    assert {x.name for x in requirements(f"sparse{major}")} == FREE | {
+        found[major] for found in PACKAGES.values()
+    }

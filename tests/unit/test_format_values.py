@@ -44,7 +44,9 @@ def magnitudes(fmt):
     for code in range(2 ** (fmt.exponent + fmt.mantissa)):
         exponent, mantissa = divmod(code, 2**fmt.mantissa)
         is_top = exponent == 2**fmt.exponent - 1
-        if is_top and (fmt.specials == "ieee" or (fmt.specials == "nan" and mantissa == 2**fmt.mantissa - 1)):
+        if is_top and (
+            fmt.specials == "ieee" or (fmt.specials == "nan" and mantissa == 2**fmt.mantissa - 1)
+        ):
             continue
         size = Fraction(mantissa, 2**fmt.mantissa) + (exponent > 0)
         found.append(size * Fraction(2) ** (max(exponent, 1) - bias))
@@ -55,7 +57,9 @@ def test_a_format_is_a_value_with_a_text(rng):
     for _ in range(500):
         fmt = random_format(rng)
         again = Format.parse(str(fmt))
-        assert again == fmt == pickle.loads(pickle.dumps(fmt)) == eval(repr(fmt), {"Format": Format})
+        assert (
+            again == fmt == pickle.loads(pickle.dumps(fmt)) == eval(repr(fmt), {"Format": Format})
+        )
         assert hash(again) == hash(fmt)
         assert parse_mode(str(fmt)) == parse_mode(fmt) == Recipe(fmt) == Recipe(str(fmt))
         assert rules_of(parse_mode(fmt)) == fmt.rules
@@ -64,7 +68,10 @@ def test_a_format_is_a_value_with_a_text(rng):
 def test_rules_have_formats():
     text = "e3m2:block=32:scale=e8m0"
     assert parse_rules(text) == parse_rules(NAMED["mxfp6"]) == (("*", Recipe(text)),)
-    assert parse_rules(f"head=e3m2:block=rows,*={text}") == (("head", Recipe("e3m2:block=rows")), ("*", Recipe(text)))
+    assert parse_rules(f"head=e3m2:block=rows,*={text}") == (
+        ("head", Recipe("e3m2:block=rows")),
+        ("*", Recipe(text)),
+    )
 
 
 def test_rounding_is_exact_for_random_formats(rng):
@@ -73,7 +80,10 @@ def test_rounding_is_exact_for_random_formats(rng):
         fmt = random_format(rng)
         numbers = magnitudes(fmt)
         to = number_format(fmt.elements)
-        assert (to.largest, to.smallest_subnormal) == (numbers[-1], numbers[1] if len(numbers) > 1 else to.largest)
+        assert (to.largest, to.smallest_subnormal) == (
+            numbers[-1],
+            numbers[1] if len(numbers) > 1 else to.largest,
+        )
         ends = [float((low + high) / 2) for low, high in itertools.pairwise(numbers)]
         x = np.concatenate([
             ends, np.nextafter(np.float32(ends), np.float32(0)), np.nextafter(np.float32(ends), np.float32(np.inf)),
@@ -82,7 +92,9 @@ def test_rounding_is_exact_for_random_formats(rng):
         codes = nearest_codes(x, to, np)
         want = [nearest(Fraction(float(v)), numbers) for v in x]
         assert codes.tolist() == want, fmt
-        assert [Fraction(float(v)) for v in numbers_of(codes, to, 31, np)] == [numbers[i] for i in want], fmt
+        assert [Fraction(float(v)) for v in numbers_of(codes, to, 31, np)] == [
+            numbers[i] for i in want
+        ], fmt
 
 
 @pytest.mark.parametrize(
@@ -98,7 +110,9 @@ def test_numbers_are_those_of_ml_dtypes(text, name, rng):
     info = ml_dtypes.finfo(dtype)
     assert (to.largest, to.smallest_subnormal) == (float(info.max), float(info.smallest_subnormal))
     x = (to.largest * 2.0 ** rng.uniform(-14, 0, 5000)).astype(np.float32)
-    np.testing.assert_array_equal(numbers_of(nearest_codes(x, to, np), to, 31, np), x.astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(
+        numbers_of(nearest_codes(x, to, np), to, 31, np), x.astype(dtype).astype(np.float32)
+    )
 
 
 def rounded(x, fmt):
@@ -131,7 +145,9 @@ def test_products_are_those_of_the_rounded_numbers(fmt, rng):
     plan = lowprec.plan(a, b.T, math_mode=str(fmt))
     assert error <= plan.bound.probable * np.linalg.norm(a) * np.linalg.norm(b)
     assert plan.kernel == "numpy"
-    assert np.array_equal(found, lowprec.matmul(a, lowprec.prepare(np.ascontiguousarray(b.T)), math_mode=fmt))
+    assert np.array_equal(
+        found, lowprec.matmul(a, lowprec.prepare(np.ascontiguousarray(b.T)), math_mode=fmt)
+    )
 
 
 def test_formats_of_kernels_have_their_bits(rng):
@@ -141,14 +157,23 @@ def test_formats_of_kernels_have_their_bits(rng):
         (Format(2, 1, block=16, scale="e4m3"), "nvfp4"), (Format(4, 3), "fp8"),
         (Format(4, 3, block="rows"), "fp8_rows"), ("e5m2:block=tensor", Recipe("fp8_e5m2")),
     ]:  # fmt: skip
-        assert np.array_equal(lowprec.matmul(a, b, math_mode=fmt), lowprec.matmul(a, b, math_mode=mode))
+        assert np.array_equal(
+            lowprec.matmul(a, b, math_mode=fmt), lowprec.matmul(a, b, math_mode=mode)
+        )
 
 
 def test_recipes_of_formats(rng):
     a, b = rng.standard_normal((5, 64), np.float32), rng.standard_normal((64, 7), np.float32)
-    recipe = Recipe((Format(3, 2, block=32, scale="e8m0"), "mxfp4"), rounding="stochastic", seed=1, grad_input="mxfp6")
+    recipe = Recipe(
+        (Format(3, 2, block=32, scale="e8m0"), "mxfp4"),
+        rounding="stochastic",
+        seed=1,
+        grad_input="mxfp6",
+    )
     assert parse_mode(str(recipe)) == recipe
-    assert not np.array_equal(lowprec.matmul(a, b, math_mode=recipe), lowprec.matmul(a, b, math_mode=recipe.at(1)))
+    assert not np.array_equal(
+        lowprec.matmul(a, b, math_mode=recipe), lowprec.matmul(a, b, math_mode=recipe.at(1))
+    )
     for rule in ("rceil", "even"):
         assert rules_of(Recipe("mxfp6", scale_rule=rule))[0].block_scale == rule
 
@@ -172,7 +197,12 @@ def test_bad_formats(make, words):
         make()
 
 
-@pytest.mark.skipif(not library.units() or sys.platform != "linux", reason="BLAS calls are taken by kernels, on Linux")
+@pytest.mark.skipif(
+    not library.units() or sys.platform != "linux",
+    reason="BLAS calls are taken by kernels, on Linux",
+)
 def test_blas_calls_are_not_taken_in_a_format_without_kernels():
-    with pytest.raises(lowprec.UnsupportedError, match="not taken in mxfp6, which has no compiled kernel"):
+    with pytest.raises(
+        lowprec.UnsupportedError, match="not taken in mxfp6, which has no compiled kernel"
+    ):
         lowprec.numpy.intercept("mxfp6").__enter__()

@@ -14,7 +14,10 @@ FLOATS = [d for d in DType if d.format is not None]
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 #: Formats of elements, and those of the codes of quantised arrays.
-FORMATS = [d.format for d in FLOATS if not d.is_complex] + [formats.FLOAT4_E2M1FN, formats.FLOAT8_E8M0FNU]
+FORMATS = [d.format for d in FLOATS if not d.is_complex] + [
+    formats.FLOAT4_E2M1FN,
+    formats.FLOAT8_E8M0FNU,
+]
 
 
 def numpy_dtype(dtype):

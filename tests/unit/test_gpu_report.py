@@ -30,7 +30,9 @@ def execute(load, tmp_path):
     def run(code, limit_s=20.0):
         path = tmp_path / "part.json"
         command = [sys.executable, "-c", code, str(path)]
-        return parts.execute(command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path))
+        return parts.execute(
+            command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path)
+        )
 
     return run
 
@@ -119,7 +121,11 @@ def run_all(load, tmp_path):
             asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
             assert variables.get("NVIDIA_TF32_OVERRIDE") == {"override-0": "0"}.get(log.stem)
             log.write_text(f"output of {log.stem}")
-            facts = {"name": "here", "gpu": {"cublas": "13.1"} if gpu else None, "why_no_gpu": "no driver"}
+            facts = {
+                "name": "here",
+                "gpu": {"cublas": "13.1"} if gpu else None,
+                "why_no_gpu": "no driver",
+            }
             facts |= {"versions": {}, "commit": None, **given}
             if log.stem == "smoke":
                 return {**report.parts.not_run(""), **smoke}
@@ -134,7 +140,9 @@ def run_all(load, tmp_path):
         options = report._parser().parse_args(
             ["--quick", "--out", str(out), "--limit", "100", "--parts", parts, *others]
         )
-        path, content = report.run_all(options, tmp_path, begin=time.monotonic() - gone_s, execute=execute)
+        path, content = report.run_all(
+            options, tmp_path, begin=time.monotonic() - gone_s, execute=execute
+        )
         assert json.loads(path.read_text()) == content
         assert not begun or path.with_suffix(".log").read_text().count("output of") == len(asked)
         return asked, content
@@ -163,7 +171,9 @@ def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load, run_
 
 
 @pytest.mark.parametrize("fact", ["gpu", "nvidia_smi", "nvidia_files"])
-def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_reported(run_all, fact):
+def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_reported(
+    run_all, fact
+):
     given = {"gpu": None, fact: 1} if fact != "gpu" else {"gpu": True}
     asked, content = run_all("test_products", "rounding", "speed", broken="rounding", **given)
     assert [name for name, _, _ in asked] == ["device", "test_products", "rounding", "speed"]
@@ -177,14 +187,33 @@ def test_two_runs_have_all_parts_in_the_order_of_their_value(load):
     report, parts = load("gpu_report"), load("gpu.parts")
     limits, modules = report.limits(), set(report.tests.modules())
     runs = {run: parts.run_order(run, sorted(modules)) for run in parts.RUNS}
-    assert set(limits) == {name for names in runs.values() for name in names} == {*parts.MEASUREMENTS, *modules}
+    assert (
+        set(limits)
+        == {name for names in runs.values() for name in names}
+        == {*parts.MEASUREMENTS, *modules}
+    )
     assert runs["first"][:5] == ["device", "smoke", "compiling", "accuracy", "test_programs"]
-    first = [n for n in runs["first"] if n in ("rounding", "test_cublas_handle", "test_products", "quantizing", "host")]
+    first = [
+        n
+        for n in runs["first"]
+        if n in ("rounding", "test_cublas_handle", "test_products", "quantizing", "host")
+    ]
     assert first == ["rounding", "test_cublas_handle", "test_products", "quantizing", "host"]
-    assert runs["second"][2:] == ["speed", "splits", "formats", "ordering", "limits", "test_kernels"]
+    assert runs["second"][2:] == [
+        "speed",
+        "splits",
+        "formats",
+        "ordering",
+        "limits",
+        "test_kernels",
+    ]
     # Even if all of them take as long as they may, each run ends before the ten minutes.
     tests = [n for n in runs["first"] if n in modules]
-    assert sum(limits[n] for n in runs["first"] if n not in tests) + parts.ALL_TESTS_S <= parts.TOTAL_S < 600
+    assert (
+        sum(limits[n] for n in runs["first"] if n not in tests) + parts.ALL_TESTS_S
+        <= parts.TOTAL_S
+        < 600
+    )
     assert sum(limits[n] for n in runs["second"]) <= parts.TOTAL_S
     assert report._names("second") == runs["second"]
     assert all(parts.question(name).endswith("?") for name in limits)
@@ -200,8 +229,19 @@ def test_the_limit_of_a_part_can_be_set(run_all):
 @pytest.mark.parametrize(
     ("smoke", "reason"),
     [
-        ({"rows": [{"step": f"mode {mode}", "ok": True, "seconds": 1.0, "note": ""} for mode in ("fp32", "bf16")]}, ""),
-        ({"rows": [{"step": "mode fp32", "ok": False, "seconds": 1.0, "note": "NaN"}]}, "mode fp32 failed: NaN"),
+        (
+            {
+                "rows": [
+                    {"step": f"mode {mode}", "ok": True, "seconds": 1.0, "note": ""}
+                    for mode in ("fp32", "bf16")
+                ]
+            },
+            "",
+        ),
+        (
+            {"rows": [{"step": "mode fp32", "ok": False, "seconds": 1.0, "note": "NaN"}]},
+            "mode fp32 failed: NaN",
+        ),
         ({"error": "exit status -11"}, "mode fp32 has not run: exit status -11"),
     ],
 )
@@ -238,7 +278,9 @@ def test_runs_share_compiled_kernels_and_nothing_else(load, tmp_path, monkeypatc
     assert os.listdir(kept) == ["kernels"]
 
 
-@pytest.mark.parametrize("tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)]
+)
 def test_it_runs_to_its_end_here(tmp_path, tests):
     script, parts = str(BENCHMARKS / "gpu_report.py"), f"device,rounding{tests}"
     command = [sys.executable, script, "--quick", "--out", str(tmp_path), "--parts", parts]
@@ -305,14 +347,20 @@ def test_speed_completes_one_claim_after_another_by_size(load, torch, tmp_path, 
 
     def measure(torch, name, shape, seed, ticks, *, tune):
         asked.append((name, shape[0], tune))
-        return [_speed(name, shape[0], 2.0, tuned=tuned) for tuned in ((False, True) if tune else (False,))]
+        return [
+            _speed(name, shape[0], 2.0, tuned=tuned)
+            for tuned in ((False, True) if tune else (False,))
+        ]
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed.clock, "EventClock", lambda torch: None)
     part = parts.Part(tmp_path / "part.json")
     speed.speed(part, parts.Options(quick=False, seed=0))
     first = [(name, n) for name, n, _ in asked[: 1 + len(verdicts.KINDS) * len(verdicts.SIZES)]]
-    assert first == [("float32 bf16", 8192), *((kind, n) for kind in verdicts.KINDS for n in verdicts.SIZES)]
+    assert first == [
+        ("float32 bf16", 8192),
+        *((kind, n) for kind in verdicts.KINDS for n in verdicts.SIZES),
+    ]
     assert list(verdicts.SIZES) == sorted(verdicts.SIZES)
     # The largest product in FP32 is not tuned, and its claim does not need it.
     assert ("float32 fp32", 16384, False) in asked
@@ -373,7 +421,16 @@ def test_rows_of_schemes(load, torch, monkeypatch):
     assert all(row["relative_error"] > 0.5 for row in rows() if row["name"] in own)
 
 
-KINDS = ("bfloat16", "float32 bf16", "complex64 tf32", "float64", "bf16x9", "fp64_emulated", "nvfp4", "2:4 bfloat16")
+KINDS = (
+    "bfloat16",
+    "float32 bf16",
+    "complex64 tf32",
+    "float64",
+    "bf16x9",
+    "fp64_emulated",
+    "nvfp4",
+    "2:4 bfloat16",
+)
 BESIDE = {"float32 bf16": "lowprec tf32", "mode int8": "lowprec bf16", "mode nvfp4": "lowprec bf16"}
 
 
@@ -442,10 +499,25 @@ def test_tests_are_counted_by_feature(load, tmp_path):
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     tests, path = load("gpu.tests"), tmp_path / "report.jsonl"
-    variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + 600), "PYTHONPATH": str(BENCHMARKS)}
-    words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", ".", "--continue-on-collection-errors"]
+    variables = {
+        tests.PATH: str(path),
+        tests.DEADLINE: str(time.time() + 600),
+        "PYTHONPATH": str(BENCHMARKS),
+    }
+    words = [
+        "-q",
+        "-p",
+        "gpu.tests",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        ".",
+        "--continue-on-collection-errors",
+    ]
     command = [sys.executable, "-m", "pytest", *words]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, check=False)
+    subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, check=False
+    )
     found = tests.read(path)
     assert found["complete"] is True
     assert found["facts"]["counts"] == {"passed": 2, "failed": 3, "skipped": 2}

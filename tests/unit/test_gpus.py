@@ -39,7 +39,9 @@ def test_rates_are_those_of_the_units_and_dense(model):
     assert peak.get("bfloat16", peak["float16"]) == peak["float16"]
     # Half as many TF32 numbers, twice as many FP8; int8 knows no halved rate.
     assert peak.get("tf32", peak["float16"] / 2) == pytest.approx(peak["float16"] / 2, rel=0.03)
-    assert peak.get("float8_e4m3fn", 2 * peak["float16"]) == pytest.approx(2 * peak["float16"], rel=0.03)
+    assert peak.get("float8_e4m3fn", 2 * peak["float16"]) == pytest.approx(
+        2 * peak["float16"], rel=0.03
+    )
     eight = (4 if is_geforce else 2) * peak["float16"]
     assert peak.get("int8", eight) == pytest.approx(eight, rel=0.03)
 
@@ -70,7 +72,9 @@ def test_a_model_has_many_names(name, key):
     assert parse_model(name).key == key
 
 
-@pytest.mark.parametrize("name", ["h300", "", "nvidia", "cuda:0", "sm_61", "9", "9.00", None, 90, []])
+@pytest.mark.parametrize(
+    "name", ["h300", "", "nvidia", "cuda:0", "sm_61", "9", "9.00", None, 90, []]
+)
 def test_an_unknown_model_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=r"choose one of: cpu, v100, t4, .*9\.0") as caught:
         lowprec.plan(SQUARE, SQUARE, device=name) if name is not None else parse_model(name)
@@ -107,7 +111,11 @@ def _found(**values):
 def test_the_rates_of_a_present_gpu_follow_its_clock_and_size():
     published = parse_model("h200").peak_tflops
     assert dict(models.present(_found()).peak_tflops) == pytest.approx(published)
-    card = dict(models.present(_found(name="NVIDIA H100 PCIe", multiprocessors=114, clock_khz=1_755_000)).peak_tflops)
+    card = dict(
+        models.present(
+            _found(name="NVIDIA H100 PCIe", multiprocessors=114, clock_khz=1_755_000)
+        ).peak_tflops
+    )
     # NVIDIA's data sheet of the card: 51, 378, 756 and 1513 TFLOP/s.
     wanted = {"float32": 51, "tf32": 378, "bfloat16": 756, "float8_e4m3fn": 1513}
     assert {fmt: card[fmt] for fmt in wanted} == pytest.approx(wanted, rel=0.01)
@@ -172,7 +180,9 @@ def test_numbers_that_no_tensor_core_multiplies_are_those_of_fp32_units():
 
 
 def test_rtol_takes_a_mode_of_the_device():
-    found = {key: str(lowprec.plan(SQUARE, SQUARE, rtol=1e-2, device=key).mode) for key in ("t4", "h200")}
+    found = {
+        key: str(lowprec.plan(SQUARE, SQUARE, rtol=1e-2, device=key).mode) for key in ("t4", "h200")
+    }
     # Turing's tensor cores have no bfloat16; on Hopper float16 costs a staged result more.
     assert found == {"t4": "fp16", "h200": "bf16"}
 

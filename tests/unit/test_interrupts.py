@@ -21,7 +21,8 @@ def test_the_exception_arrives_and_the_next_block_is_right(register, error, fail
 
     def nested():
         if fails:
-            libraries[0].fails["have set_mode"] = OSError("no driver")  # a new one, whose frames hold the scopes
+            # a new one, whose frames hold the scopes
+            libraries[0].fails["have set_mode"] = OSError("no driver")
         with math_mode("tf32", frameworks=True), fp32_guard():
             pass
 
@@ -29,7 +30,9 @@ def test_the_exception_arrives_and_the_next_block_is_right(register, error, fail
         libraries[0].fails.clear()
         assert all(library.is_as_before for library in libraries)
         assert not any(
-            stacks.get(x) for stacks in (switches._process_stacks, switches._thread.stacks) for x in libraries
+            stacks.get(x)
+            for stacks in (switches._process_stacks, switches._thread.stacks)
+            for x in libraries
         )
         with math_mode("tf32", frameworks=True):
             assert get_math_mode() is MathMode.TF32

@@ -31,12 +31,22 @@ WORDS = re.compile(
 
 def findings(text):
     """Return the words of a text that have a plainer substitute."""
-    return [match.group() for line in text.splitlines() for match in WORDS.finditer(line.strip(" #:*|-\"'`"))]
+    return [
+        match.group()
+        for line in text.splitlines()
+        for match in WORDS.finditer(line.strip(" #:*|-\"'`"))
+    ]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["The plan tells the mode.", "as cuBLASLt was told", "Nobody waits for it.", "of what is left", "What a call has"],
+    [
+        "The plan tells the mode.",
+        "as cuBLASLt was told",
+        "Nobody waits for it.",
+        "of what is left",
+        "What a call has",
+    ],
 )
 def test_words_are_found(text):
     assert findings(text)
@@ -44,7 +54,9 @@ def test_words_are_found(text):
 
 def test_the_names_of_tests_are_plain():
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    names = [name.replace("_", " ") for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)]
+    names = [
+        name.replace("_", " ") for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)
+    ]
     assert len(names) > 1000
     assert {word for name in names for word in findings(name)} == set()
 

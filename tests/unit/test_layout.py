@@ -55,7 +55,8 @@ def test_the_layout_describes_the_product(views):
     storage_a, a, storage_b, b = views
     layout = gemm_layout(spec(a), spec(b))
     product = np.matmul(
-        read(storage_a, a, layout.a, layout.batch_shape), read(storage_b, b, layout.b, layout.batch_shape)
+        read(storage_a, a, layout.a, layout.batch_shape),
+        read(storage_b, b, layout.b, layout.batch_shape),
     )
     # Small integers: float32 sums of them are exact.
     np.testing.assert_array_equal(product.reshape(layout.out_shape), a @ b)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import ACTIVATIONS, Activation, GemmProblem, OperandSpec, ReasonKind, plan_gemm
+from lowprec.planning import (
+    ACTIVATIONS,
+    Activation,
+    GemmProblem,
+    OperandSpec,
+    ReasonKind,
+    plan_gemm,
+)
 from lowprec.planning.cublaslt import calls
 from lowprec.planning.cublaslt.calls import split_batches
 from lowprec.planning.lowering import call as lowering
@@ -37,7 +44,10 @@ def untouched(call):
 
 def test_plain_arrays_are_one_call_as_they_are():
     for batch in ((), (4,), (2, 3)):
-        a, b = (contiguous((*batch, 8, 16), DType.FLOAT32), contiguous((*batch, 16, 24), DType.FLOAT32))
+        a, b = (
+            contiguous((*batch, 8, 16), DType.FLOAT32),
+            contiguous((*batch, 16, 24), DType.FLOAT32),
+        )
         call = lowered(a, b, MathMode.TF32)
         assert untouched(call)
         assert call.offsets == ((0, 0, 0, 0),)
@@ -87,7 +97,9 @@ def test_int8_is_read_with_the_inner_dimension_contiguous():
 
 def test_float16_values_are_in_range_as_they_are():
     """Others are scaled, by rows of a and columns of b, and so is the product."""
-    call = lowered(contiguous((8, 16), DType.FLOAT16), contiguous((16, 24), DType.FLOAT32), MathMode.FP16)
+    call = lowered(
+        contiguous((8, 16), DType.FLOAT16), contiguous((16, 24), DType.FLOAT32), MathMode.FP16
+    )
     assert call.pack_a is None
     assert call.pack_b.scaled
     assert ReasonKind.SCALED_OPERANDS in {reason.kind for reason in call.staged}
@@ -108,7 +120,11 @@ EPILOGUES = [
     ({"bias": DType.FLOAT32}, "DEFAULT", False),
     ({"bias": DType.BFLOAT16, "bias_stride": 2}, "DEFAULT", False),
     # A bias is one of the rows of cuBLASLt's matrix, which are the columns of a column-major result.
-    ({"bias": DType.BFLOAT16, "out": OperandSpec(DType.BFLOAT16, (8, 24), (1, 8))}, "DEFAULT", False),
+    (
+        {"bias": DType.BFLOAT16, "out": OperandSpec(DType.BFLOAT16, (8, 24), (1, 8))},
+        "DEFAULT",
+        False,
+    ),
     ({"c": DType.BFLOAT16}, "DEFAULT", True),
     ({"c": DType.FLOAT32}, "DEFAULT", False),
 ]
@@ -118,10 +134,18 @@ EPILOGUES = [
 def test_epilogues_are_fused_where_cublaslt_has_them(wanted, epilogue, fused):
     a = contiguous((8, 16), DType.BFLOAT16)
     b = OperandSpec.contiguous(DType.BFLOAT16, (16, 24))
-    bias = wanted.get("bias") and OperandSpec(wanted["bias"], (24,), (wanted.get("bias_stride", 1),))
+    bias = wanted.get("bias") and OperandSpec(
+        wanted["bias"], (24,), (wanted.get("bias_stride", 1),)
+    )
     c = wanted.get("c") and OperandSpec.contiguous(wanted["c"], (8, 24))
     call = lowered(
-        a, b, bias=bias, c=c, has_beta=c is not None, activation=wanted.get("activation"), out=wanted.get("out")
+        a,
+        b,
+        bias=bias,
+        c=c,
+        has_beta=c is not None,
+        activation=wanted.get("activation"),
+        out=wanted.get("out"),
     )
     assert (call.epilogue, not call.staged) == (epilogue, fused)
     assert (call.c is not None) is (c is not None and fused)
@@ -131,9 +155,14 @@ def test_an_activation_that_cublaslt_lacks_is_applied_to_a_staged_product(monkey
     rows = {**ACTIVATIONS, Activation.GELU: ACTIVATIONS[Activation.GELU]._replace(fused="")}
     monkeypatch.setattr(lowering, "ACTIVATIONS", rows)
     a, b = (contiguous(shape, DType.FLOAT32) for shape in ((8, 16), (16, 24)))
-    relu, gelu = (lower(plan_gemm(GemmProblem(a, b, activation=x), GPU, MathMode.FP32)) for x in rows)
+    relu, gelu = (
+        lower(plan_gemm(GemmProblem(a, b, activation=x), GPU, MathMode.FP32)) for x in rows
+    )
     assert (relu.epilogue, relu.staged) == ("RELU", ())
-    assert (gelu.epilogue, [str(x) for x in gelu.staged]) == ("DEFAULT", ["gelu is not fused for float32"])
+    assert (gelu.epilogue, [str(x) for x in gelu.staged]) == (
+        "DEFAULT",
+        ["gelu is not fused for float32"],
+    )
 
 
 def test_misaligned_8_bit_operands_are_packed():
@@ -184,7 +213,8 @@ def test_split_batches_contains_every_matrix_once(shape, rows, most):
 
 
 @pytest.mark.parametrize(
-    ("count", "calls"), [(65535, [(65535, 1)]), (65536, [(32768, 2)]), (65537, [(32769, 1), (32768, 1)])]
+    ("count", "calls"),
+    [(65535, [(65535, 1)]), (65536, [(32768, 2)]), (65537, [(32769, 1), (32768, 1)])],
 )
 def test_a_call_has_at_most_65535_matrices(count, calls):
     a, b = contiguous((count, 2, 4), DType.FLOAT32), contiguous((count, 4, 4), DType.FLOAT32)
@@ -200,6 +230,7 @@ def test_tensor_cores_of_each_generation():
     # FP8 keeps 13 fraction bits before Blackwell, in the result as well.
     assert roundings(16, "float8_e4m3fn", (8, 9)) == (17 + 1) * 2**11
     assert roundings(32, "float8_e5m2", (9, 0)) == (33 + 1) * 2**11
-    assert roundings(32, "float8_e4m3fn", (10, 0)) == 20  # 33/2 + 2 + 1 for the accumulator, rounded up
+    # 33/2 + 2 + 1 for the accumulator, rounded up
+    assert roundings(32, "float8_e4m3fn", (10, 0)) == 20
     assert roundings(100, "float32", (9, 0)) == 100
     assert roundings(100, "tf32", (7, 0)) == 100  # no such units: FP32

@@ -61,5 +61,7 @@ def test_an_element_type_that_is_no_mode_has_no_suggestion():
 
 @pytest.mark.parametrize("given", [print, Exception], ids=["a function", "a class"])
 def test_a_function_or_a_model_belongs_in_the_block(given):
-    with pytest.raises(ModeError, match=f"is a {type(given).__name__}, not a math mode; call it in a block: with"):
+    with pytest.raises(
+        ModeError, match=f"is a {type(given).__name__}, not a math mode; call it in a block: with"
+    ):
         parse_mode(given)

@@ -53,13 +53,19 @@ def test_a_complex_factor_beyond_float64(name):
 
 
 @CALLS
-@pytest.mark.parametrize("value", ["1", [1.0], X, Decimal(2), Unshowable()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", ["1", [1.0], X, Decimal(2), Unshowable()], ids=lambda v: type(v).__name__
+)
 def test_a_factor_that_is_no_number(call, value):
-    with pytest.raises(lowprec.DTypeError, match=f"alpha must be a number, got {type(value).__name__}"):
+    with pytest.raises(
+        lowprec.DTypeError, match=f"alpha must be a number, got {type(value).__name__}"
+    ):
         call(X, X, alpha=value)
 
 
-@pytest.mark.parametrize("value", [2, True, Fraction(1, 2), np.float32(0.5), np.longdouble(3), np.int8(-4)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [2, True, Fraction(1, 2), np.float32(0.5), np.longdouble(3), np.int8(-4)], ids=repr
+)
 def test_any_number_is_a_factor(value):
     np.testing.assert_array_equal(lowprec.matmul(X, X, alpha=value), 3 * float(value) * X)
 
@@ -87,13 +93,29 @@ def test_names_that_are_none(call, value):
 
 
 @CALLS
-@pytest.mark.parametrize("operands", [(None, None), (X, None), (None, X), (5, X), (X, "x"), (X, X.tolist())])
+@pytest.mark.parametrize(
+    "operands", [(None, None), (X, None), (None, X), (5, X), (X, "x"), (X, X.tolist())]
+)
 def test_operands_that_are_no_arrays(call, operands):
     with pytest.raises(lowprec.ArrayError, match="expected an array"):
         call(*operands)
 
 
-STRANGE = [np.dtypes.StringDType(), "O", "U3", "S3", "M8[s]", "m8[s]", "V4", "?", "i8", "u1", "g", "G", [("a", "f4")]]
+STRANGE = [
+    np.dtypes.StringDType(),
+    "O",
+    "U3",
+    "S3",
+    "M8[s]",
+    "m8[s]",
+    "V4",
+    "?",
+    "i8",
+    "u1",
+    "g",
+    "G",
+    [("a", "f4")],
+]
 
 
 @CALLS
@@ -109,7 +131,9 @@ def test_element_types_that_are_none(call, dtype):
 
 
 @pytest.mark.parametrize(
-    "shape", [5, None, 2.5, "ab", (3, -1), (3, 2.5), (3, None), (3, 10**400), (3, -(10**5000)), (2**63,)], ids=quoted
+    "shape",
+    [5, None, 2.5, "ab", (3, -1), (3, 2.5), (3, None), (3, 10**400), (3, -(10**5000)), (2**63,)],
+    ids=quoted,
 )
 def test_shapes_that_are_none(shape):
     with pytest.raises(lowprec.ShapeError, match="shape must hold non-negative integers"):

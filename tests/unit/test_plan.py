@@ -10,7 +10,14 @@ from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.errors import DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes, row
-from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
+from lowprec.planning import (
+    Activation,
+    Capabilities,
+    GemmProblem,
+    OperandSpec,
+    parse_activation,
+    plan_gemm,
+)
 from lowprec.planning.bounds import MAX_K_INT8
 from support import machines
 from support.machines import AMX, AVX2, AVX512, BARE, ROWS
@@ -18,7 +25,12 @@ from support.machines import AMX, AVX2, AVX512, BARE, ROWS
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
 
-NEON = Capabilities("cpu", "a CPU with NEON", kernels_of("aarch64"), frozenset({"fp32_neon", "bf16_neon", "int8_neon"}))
+NEON = Capabilities(
+    "cpu",
+    "a CPU with NEON",
+    kernels_of("aarch64"),
+    frozenset({"fp32_neon", "bf16_neon", "int8_neon"}),
+)
 
 
 def array(dtype, *shape):
@@ -60,7 +72,9 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, avx2, avx512, a
     assert found == ["numpy", avx2, avx512, amx, neon]
 
 
-@pytest.mark.parametrize("mode", [MathMode.FP32, MathMode.TF32, MathMode.BF16, MathMode.BF16X6, MathMode.FP16X3])
+@pytest.mark.parametrize(
+    "mode", [MathMode.FP32, MathMode.TF32, MathMode.BF16, MathMode.BF16X6, MathMode.FP16X3]
+)
 @pytest.mark.parametrize("dtype", [F32, C64, BF16, F16, I8])
 def test_the_kernel_does_not_depend_on_the_extents(dtype, mode):
     shapes = [((1, k), (k, 1)) for k in (1, 16, 5000)]
@@ -68,7 +82,10 @@ def test_the_kernel_does_not_depend_on_the_extents(dtype, mode):
     shapes += [((99, m, 32), (99, 32, 8)) for m in (1, 8, 300)]
     shapes += [((2**31, 1), (1, 1))]
     for able in (AVX2, AVX512, AMX, NEON):
-        found = {plan(GemmProblem(array(dtype, *a), array(dtype, *b)), mode, able).kernel for a, b in shapes}
+        found = {
+            plan(GemmProblem(array(dtype, *a), array(dtype, *b)), mode, able).kernel
+            for a, b in shapes
+        }
         assert len(found) == 1
 
 
@@ -106,7 +123,13 @@ def test_products_are_those_that_the_kernel_runs(dtype, mode, capabilities, prod
         (F32, F32, MathMode.FP32, "float32, as it is", "float32, as it is"),
         (F32, F32, MathMode.BF16, "bfloat16, held in float32", "bfloat16, held in float32"),
         (F16, F32, MathMode.BF16, "bfloat16, held in float32", "bfloat16, held in float32"),
-        (BF16, F32, MathMode.BF16, "bfloat16 values, unchanged, held in float32", "bfloat16, held in float32"),
+        (
+            BF16,
+            F32,
+            MathMode.BF16,
+            "bfloat16 values, unchanged, held in float32",
+            "bfloat16, held in float32",
+        ),
         (
             BF16,
             F32,
@@ -161,7 +184,9 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
             out = array(dtype, 512, 512)
             assert plan(problem(compute, out=out)).out_dtype is dtype
         else:
-            with pytest.raises(DTypeError, match=f"out_dtype {dtype} is not supported .* supported:"):
+            with pytest.raises(
+                DTypeError, match=f"out_dtype {dtype} is not supported .* supported:"
+            ):
                 plan(problem(compute, out_dtype=dtype))
 
 
@@ -241,7 +266,9 @@ HALF = dataclasses.replace(STEPPED, dtype=F16)
 )
 def test_copies_are_made_only_where_blas_cannot_express_the_strides(p, mode, capabilities, copied):
     copies = plan(p, mode, capabilities).copies
-    assert [(copy.operand, copy.nbytes) for copy in copies] == [(name, 4 * 512**2) for name in copied]
+    assert [(copy.operand, copy.nbytes) for copy in copies] == [
+        (name, 4 * 512**2) for name in copied
+    ]
     assert all("BLAS cannot" in copy.reason for copy in copies)
 
 
@@ -258,7 +285,14 @@ def test_plans_are_cached_hashable_and_picklable():
 
 
 @pytest.mark.parametrize(
-    "shapes", [((3, 5, 7), (2, 1, 7, 9)), ((0, 3), (3, 2)), ((2, 0), (0, 2)), ((0, 2, 3), (3, 2)), ((3,), (3,))]
+    "shapes",
+    [
+        ((3, 5, 7), (2, 1, 7, 9)),
+        ((0, 3), (3, 2)),
+        ((2, 0), (0, 2)),
+        ((0, 2, 3), (3, 2)),
+        ((3,), (3,)),
+    ],
 )
 @pytest.mark.parametrize("capabilities", [BARE, AVX2, AMX])
 @pytest.mark.parametrize("dtype", OPERAND_DTYPES)
@@ -281,7 +315,12 @@ def test_to_dict_is_ready_for_json():
     made = plan(problem(F32, bias=array(F32, 512), activation=Activation.GELU), MathMode.TF32, AMX)
     plain = json.loads(json.dumps(made.to_dict(), allow_nan=False))
     assert plain["mode"] == "tf32"
-    assert plain["problem"]["a"] == {"dtype": "float32", "shape": [512, 512], "strides": [512, 1], "blocks": None}
+    assert plain["problem"]["a"] == {
+        "dtype": "float32",
+        "shape": [512, 512],
+        "strides": [512, 1],
+        "blocks": None,
+    }
     assert plain["kernel"] == "bf16_amx_pair"
     assert plain["bound"]["relative"] == made.bound.relative
     assert plain["resolved"]["source"] == "default"
@@ -297,7 +336,9 @@ def test_a_plan_prints_as_a_table(monkeypatch):
     b = OperandSpec(F32, (1001, 256), (1, 1001))
     p = GemmProblem(a, b, bias=array(F32, 256), activation=Activation.RELU)
     resolved = ResolvedMode(
-        MathMode.TF32, ModeSource.CONTEXT, reasons=("with math_mode('tf32') is the innermost scope.",)
+        MathMode.TF32,
+        ModeSource.CONTEXT,
+        reasons=("with math_mode('tf32') is the innermost scope.",),
     )
     made = dataclasses.replace(plan(p, MathMode.TF32, AMX), resolved=resolved)
     monkeypatch.setattr(type(made), "advice", ("k = 1001 is odd: pad",))

@@ -80,7 +80,9 @@ def test_precedence(monkeypatch):
     rng = random.Random(0)
     for _ in range(4000):
         names = [rng.choice((*[None] * 4, *(m.value for m in PLAIN_MODES))) for _ in range(5)]
-        settings = Settings(rng.random() < 0.3, *names, rng.choice((None, "0", "1")), rng.choice((None, "0", "1")))
+        settings = Settings(
+            rng.random() < 0.3, *names, rng.choice((None, "0", "1")), rng.choice((None, "0", "1"))
+        )
         found = settings.resolve(monkeypatch)
         assert (found.mode, found.source, found.requested) == expected(settings), settings
         # A decision that differs from the request explains itself.

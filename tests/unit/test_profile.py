@@ -231,7 +231,9 @@ def test_a_range_ends_with_an_error():
 )
 def test_tensor_cores(dtype, mode, capability, used, eligible, why):
     operand = OperandSpec.contiguous(parse_dtype(dtype), (64, 64))
-    plan = plan_gemm(PLAIN.problem(operand, operand), machines.gpu(capability), lowprec.MathMode(mode))
+    plan = plan_gemm(
+        PLAIN.problem(operand, operand), machines.gpu(capability), lowprec.MathMode(mode)
+    )
     *found, reason = records.units_of(plan, used)
     assert found == [eligible, used]
     assert why in reason
@@ -311,7 +313,9 @@ def watches(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(cpu, "stopwatch", start)
-    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13"))
+    monkeypatch.setattr(
+        cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13")
+    )
     return made
 
 
@@ -324,7 +328,9 @@ def test_time_is_read_late_and_once(watches):
     assert [r.elapsed_ms for r in prof.records] == [20.0, 30.0, None]
     assert [r.elapsed_ms for r in other.records] == [20.0, 30.0, None]
     assert [w.asked for w in watches] == [["stop", "elapsed_ms"]] * 3
-    assert {(r.stream, r.algorithm, r.units_used) for r in prof.records} == {(7, "algorithm 13", None)}
+    assert {(r.stream, r.algorithm, r.units_used) for r in prof.records} == {
+        (7, "algorithm 13", None)
+    }
     totals = prof.totals()
     assert (totals["untimed"], totals["elapsed_ms"]) == (1, 50.0)
     assert totals["flops"] == 2 * prof.records[0].flops, "of what has no time, no flops count"
@@ -363,8 +369,13 @@ def test_totals_are_sums(prof):
     assert totals["elapsed_ms"] == pytest.approx(sum(r.elapsed_ms or 0 for r in records))
     assert totals["tflops"] == pytest.approx(totals["flops"] / totals["elapsed_ms"] / 1e9)
     assert {m: v["products"] for m, v in totals["by_mode"].items()} == {"fp32": 3, "bf16": 3}
-    assert sum(v["elapsed_ms"] for v in totals["by_kernel"].values()) == pytest.approx(totals["elapsed_ms"])
-    assert totals["units"]["share_of_flops"] == sum(r.flops for r in records if r.units_used) / totals["flops"]
+    assert sum(v["elapsed_ms"] for v in totals["by_kernel"].values()) == pytest.approx(
+        totals["elapsed_ms"]
+    )
+    assert (
+        totals["units"]["share_of_flops"]
+        == sum(r.flops for r in records if r.units_used) / totals["flops"]
+    )
     assert totals["elapsed_ms"] <= totals["wall_ms"]
 
 
@@ -399,7 +410,9 @@ def test_table_by_range(prof):
 
 
 def test_a_long_table_fits_the_width(monkeypatch):
-    words = "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
+    words = (
+        "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
+    )
     monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
@@ -410,7 +423,10 @@ def test_a_long_table_fits_the_width(monkeypatch):
 
 def test_an_empty_profile():
     prof = lowprec.profile("nothing")
-    assert str(prof).splitlines() == ["lowprec.profile nothing", "0 products in 0.000 ms of 0.000 ms"]
+    assert str(prof).splitlines() == [
+        "lowprec.profile nothing",
+        "0 products in 0.000 ms of 0.000 ms",
+    ]
     assert prof.totals()["tflops"] is None
     assert prof.totals()["units"]["share_of_flops"] is None
     assert repr(prof) == "<lowprec.profile 'nothing': 0 products, closed>"
@@ -433,8 +449,7 @@ def test_the_log_has_a_line_for_each_product(caplog):
         lowprec.matmul(A.astype(np.float64), B)
     lowprec.matmul(A, B)
     first, second = caplog.messages
-    wanted = (
-        rf"float32 \(6, 4\) x float32 \(4, 5\), bf16 \(math_mode= argument\): kernel {prof.records[0].kernel}, took "
-    )
+    kernel = prof.records[0].kernel
+    wanted = rf"float32 \(6, 4\) x float32 \(4, 5\), bf16 \(math_mode= argument\): kernel {kernel}, took "
     assert re.match(f"matmul {wanted}[0-9.e-]+ ms$", first)
     assert "matmul float64 (6, 4) x float32 (4, 5), no mode acts: kernel " in second

@@ -18,20 +18,30 @@ def test_the_names_are_sorted_and_all_there():
     assert sorted(NAMES) == NAMES
     assert dir(lowprec) == sorted([*NAMES, "dask", "jax", "numpy", "torch"])
     assert all(hasattr(lowprec, name) for name in NAMES)
-    extra = {n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    extra = {
+        n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)
+    }
     assert extra - set(NAMES) <= {"annotations"}
 
 
 @pytest.mark.parametrize("module", ["", ".amp", ".checking", ".emulation", ".linalg", ".profiling"])
 def test_first_lines_are_short_and_examples_shown(module):
     public = importlib.import_module(f"lowprec{module}")
-    items = {name: getattr(public, name) for name in public.__all__ if callable(getattr(public, name))}
+    items = {
+        name: getattr(public, name) for name in public.__all__ if callable(getattr(public, name))
+    }
     # The examples run with those of the documentation.
     assert {name for name, x in items.items() if ">>> " not in (inspect.getdoc(x) or "")} == set()
     for name, item in list(items.items()):
         if inspect.isclass(item):
-            items |= {f"{name}.{key}": x for key, x in vars(item).items() if not key.startswith("_") and x.__doc__}
-    long = {name for name, x in items.items() if len((inspect.getdoc(x) or "").partition("\n")[0]) >= 80}
+            items |= {
+                f"{name}.{key}": x
+                for key, x in vars(item).items()
+                if not key.startswith("_") and x.__doc__
+            }
+    long = {
+        name for name, x in items.items() if len((inspect.getdoc(x) or "").partition("\n")[0]) >= 80
+    }
     assert long == set()
 
 
@@ -77,11 +87,17 @@ def test_a_misspelt_name_is_an_error():
         lowprec.matmul(1, 1, math_mod="tf32")
 
 
-@pytest.mark.parametrize("name", ["matmul", "plan", "autotune", "linear", "einsum", "tensordot", "vecdot"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "plan", "autotune", "linear", "einsum", "tensordot", "vecdot"]
+)
 def test_signatures_show_each_argument(name):
     function = getattr(lowprec, name)
     shown = inspect.signature(function)
     assert "math_mode: 'ModeLike | None' = None" in str(shown)
-    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in shown.parameters.values())
-    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'math_mod'"):
+    assert all(
+        parameter.kind is not parameter.VAR_KEYWORD for parameter in shown.parameters.values()
+    )
+    with pytest.raises(
+        TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'math_mod'"
+    ):
         function("ij,j", None, math_mod="bf16")

@@ -23,7 +23,10 @@ BLOCKED = ("mxfp8", "mxfp4", "nvfp4")
 FOUR_BITS = ("mxfp4", "nvfp4")
 rules = pytest.mark.parametrize(
     ("name", "rule"),
-    [*((name, "floor") for name in FORMATS), *itertools.product(("mxfp8", "mxfp4"), ("rceil", "even"))],
+    [
+        *((name, "floor") for name in FORMATS),
+        *itertools.product(("mxfp8", "mxfp4"), ("rceil", "even")),
+    ],
 )
 
 
@@ -31,7 +34,9 @@ def codes_of(x):
     """One code in each byte."""
     if x.format not in FOUR_BITS:
         return x.codes
-    return np.stack((x.codes & 15, x.codes >> 4), axis=-1).reshape(*x.codes.shape[:-1], 2 * x.codes.shape[-1])
+    return np.stack((x.codes & 15, x.codes >> 4), axis=-1).reshape(
+        *x.codes.shape[:-1], 2 * x.codes.shape[-1]
+    )
 
 
 def packed(codes, name):
@@ -76,17 +81,31 @@ def test_every_code_with_every_power_of_two(name):
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     x = QuantizedArray(packed(codes, name), scales, name, (256, 256), 1)
     found = x.dequantize()
-    elements = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn if bits == 8 else ml_dtypes.float4_e2m1fn)
+    elements = codes.astype(np.uint8).view(
+        ml_dtypes.float8_e4m3fn if bits == 8 else ml_dtypes.float4_e2m1fn
+    )
     with np.errstate(over="ignore"):
         powers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         same_bits(found, elements.astype(np.float32) * powers[:, None])
 
 
-@pytest.mark.parametrize("scale", [1.0, float(np.float32(1 / 3)), 2.0**-126, float(np.float32(1e-37)), 2.0**126])
+@pytest.mark.parametrize(
+    "scale", [1.0, float(np.float32(1 / 3)), 2.0**-126, float(np.float32(1e-37)), 2.0**126]
+)
 def test_every_code_with_every_scale_of_nvfp4(scale):
     codes = np.resize(np.arange(16), (256, 16))
-    x = QuantizedArray(packed(codes, "nvfp4"), np.arange(256, dtype=np.uint8)[:, None], "nvfp4", (256, 16), 1, scale)
-    twin = [[narrow_twin.dequantized(c, s, "nvfp4", Fraction(scale)) for c in range(16)] for s in range(256)]
+    x = QuantizedArray(
+        packed(codes, "nvfp4"),
+        np.arange(256, dtype=np.uint8)[:, None],
+        "nvfp4",
+        (256, 16),
+        1,
+        scale,
+    )
+    twin = [
+        [narrow_twin.dequantized(c, s, "nvfp4", Fraction(scale)) for c in range(16)]
+        for s in range(256)
+    ]
     same_bits(x.dequantize(), np.array(twin, np.float32))
 
 
@@ -112,8 +131,12 @@ def test_random_bits(name, rule, rng):
 @pytest.mark.parametrize("exponent", [-140, -127, -120, -3, 0, 5, 100])
 def test_halfway_cases_and_their_neighbours(name, exponent):
     """Midpoints of neighbouring numbers and the float32 numbers next to them, with a number that sets the scale."""
-    numbers = [float(v) for v in (narrow_twin.E4M3 if BLOCK_FORMATS[name].bits == 8 else narrow_twin.E2M1)]
-    middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(numbers)] + [numbers[-1] * 1.03125])
+    numbers = [
+        float(v) for v in (narrow_twin.E4M3 if BLOCK_FORMATS[name].bits == 8 else narrow_twin.E2M1)
+    ]
+    middle = np.array(
+        [(a + b) / 2 for a, b in itertools.pairwise(numbers)] + [numbers[-1] * 1.03125]
+    )
     middle = np.ldexp(middle, exponent).astype(np.float32)
     if exponent > -120:  # scaled exactly
         assert len(set(middle)) == len(numbers)
@@ -128,13 +151,17 @@ def test_halfway_cases_and_their_neighbours(name, exponent):
 
 def test_the_scale_of_a_block_is_rounded_after_each_division(rng):
     """Blocks whose scale is another E4M3 number if they are divided once, by the product of both divisors."""
-    middle = np.array([float(a + b) / 2 for a, b in itertools.pairwise(narrow_twin.E4M3)], np.float32)
+    middle = np.array(
+        [float(a + b) / 2 for a, b in itertools.pairwise(narrow_twin.E4M3)], np.float32
+    )
     six, different = np.float32(6), 0
     for first in rng.uniform(1, 2, 5).astype(np.float32):
         scale = first / np.float32(6 * 448)
         peaks = np.minimum(middle * six * scale, first)
         peaks = np.concatenate((peaks, np.nextafter(peaks, np.float32(0))))
-        once, twice = (x.astype(ml_dtypes.float8_e4m3fn) for x in (peaks / (six * scale), peaks / six / scale))
+        once, twice = (
+            x.astype(ml_dtypes.float8_e4m3fn) for x in (peaks / (six * scale), peaks / six / scale)
+        )
         for i in np.flatnonzero(once != twice):
             different += 1
             found = agree(np.concatenate((np.full(16, first), np.full(16, peaks[i]))), "nvfp4")
@@ -146,7 +173,17 @@ def test_the_scale_of_a_block_is_rounded_after_each_division(rng):
 def test_special_blocks(name):
     tiny, huge = np.float32(2.0**-149), np.finfo(np.float32).max
     block = BLOCK_FORMATS[name].block or 32
-    for value in (0.0, -0.0, tiny, 3 * tiny, np.float32(2.0**-126), np.float32(2.0**-127), huge, np.nan, np.inf):
+    for value in (
+        0.0,
+        -0.0,
+        tiny,
+        3 * tiny,
+        np.float32(2.0**-126),
+        np.float32(2.0**-127),
+        huge,
+        np.nan,
+        np.inf,
+    ):
         x = np.full(2 * block, value, np.float32)
         agree(x, name)
         x[block:] = 1
@@ -155,7 +192,9 @@ def test_special_blocks(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(0,), (1,), (33,), (0, 5), (5, 17), (2, 3, 40), (2, 1, 3, 33), (64, 64)])
+@pytest.mark.parametrize(
+    "shape", [(0,), (1,), (33,), (0, 5), (5, 17), (2, 3, 40), (2, 1, 3, 33), (64, 64)]
+)
 def test_every_axis(name, shape, rng):
     row = BLOCK_FORMATS[name]
     x = rng.standard_normal(shape).astype(np.float32)
@@ -166,7 +205,9 @@ def test_every_axis(name, shape, rng):
         blocks = -(-n // row.block) if row.block else 0
         assert (found.shape, found.axis, found.ndim) == (shape, axis % len(shape), len(shape))
         assert codes_of(found).shape == (*others, blocks * row.block or n)
-        assert (found.scales is None) if name == "fp8" else (found.scales.shape == (*others, blocks))
+        assert (
+            (found.scales is None) if name == "fp8" else (found.scales.shape == (*others, blocks))
+        )
         assert found.codes.dtype == np.uint8
         assert found.nbytes == found.codes.size + (0 if found.scales is None else found.scales.size)
         assert not codes_of(found)[..., n:].any()
@@ -188,11 +229,21 @@ def test_strides(name, rng):
     base = rng.standard_normal((12, 80)).astype(np.float32)
     swapped = base.astype(">f4")
     odd = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:].view(np.float32).reshape(base.shape)
-    views = [base[::-1, ::-1], base.T, base[::3, 5::2], np.broadcast_to(base[0], (4, 80)), swapped, odd]
+    views = [
+        base[::-1, ::-1],
+        base.T,
+        base[::3, 5::2],
+        np.broadcast_to(base[0], (4, 80)),
+        swapped,
+        odd,
+    ]
     views += [np.broadcast_to(base[:, :1], (12, 40)), base[:, None, 1:]]
     for view in views:
         for axis in (0, -1):
-            found, want = quantize(view, name, axis), quantize(np.array(view, np.float32, order="C"), name, axis)
+            found, want = (
+                quantize(view, name, axis),
+                quantize(np.array(view, np.float32, order="C"), name, axis),
+            )
             np.testing.assert_array_equal(found.codes, want.codes)
             np.testing.assert_array_equal(found.dequantize(), want.dequantize())
 
@@ -201,15 +252,20 @@ def test_strides(name, rng):
 def test_scales_that_are_rounded_up(name):
     """Nothing is clipped, and the next smaller power of two would clip."""
     largest = BLOCK_FORMATS[name].elements.largest
-    for exponent in (-140, -130, -127, -126, -3, 0, 100):  # the largest number, and the float32 numbers next to it
+    # the largest number, and the float32 numbers next to it
+    for exponent in (-140, -130, -127, -126, -3, 0, 100):
         peak = np.float32(np.ldexp(largest, exponent))
         for x in (peak, np.nextafter(peak, np.float32(0)), np.nextafter(peak, np.float32(np.inf))):
             agree(np.full(32, x, np.float32), name, "rceil")
     x = np.float32([957.0, *[1.0] * 31])
     assert quantize(x, name, scale_rule="rceil").scales[0] == quantize(x, name).scales[0] + 1
-    with pytest.raises(lowprec.SettingError, match="scale_rule is 'floor', 'rceil' or 'even', got 'up'"):
+    with pytest.raises(
+        lowprec.SettingError, match="scale_rule is 'floor', 'rceil' or 'even', got 'up'"
+    ):
         quantize(x, name, scale_rule="up")
-    with pytest.raises(lowprec.SettingError, match="scale_rule='rceil' has no effect on int8, whose scales are not"):
+    with pytest.raises(
+        lowprec.SettingError, match="scale_rule='rceil' has no effect on int8, whose scales are not"
+    ):
         quantize(x, "int8", scale_rule="rceil")
 
 
@@ -221,7 +277,10 @@ def test_scales_of_the_rounded_peak(name):
         peak = np.float32(np.ldexp(limit, exponent))
         for x in (peak, np.nextafter(peak, np.float32(0)), np.nextafter(peak, np.float32(np.inf))):
             agree(np.full(32, x, np.float32), name, "even")
-    low, high = np.full(32, np.nextafter(np.float32(limit), np.float32(0))), np.full(32, np.float32(limit))
+    low, high = (
+        np.full(32, np.nextafter(np.float32(limit), np.float32(0))),
+        np.full(32, np.float32(limit)),
+    )
     of_low, of_high = (quantize(x, name, scale_rule="even").scales[0] for x in (low, high))
     assert of_high == of_low + 1
 
@@ -233,7 +292,13 @@ def test_float64_is_rounded_once(name, rule, rng):
     numbers = [float(v) for v in (narrow_twin.E4M3 if name == "mxfp8" else narrow_twin.E2M1)]
     middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(numbers)])
     around = np.concatenate([np.nextafter(middle, side) for side in (-np.inf, np.inf)])
-    x = np.concatenate((np.resize(around, (len(around) // 31 + 1, 31)), np.full((len(around) // 31 + 1, 1), 448.0)), 1)
+    x = np.concatenate(
+        (
+            np.resize(around, (len(around) // 31 + 1, 31)),
+            np.full((len(around) // 31 + 1, 1), 448.0),
+        ),
+        1,
+    )
     for scale in (1.0, 2.0**-120, 2.0**100):
         agree(x.ravel() * scale, name, rule)
         agree(-x.ravel() * scale, name, rule)
@@ -249,7 +314,9 @@ def test_float64_with_a_scale_of_the_array(rng):
         x = np.array([-431.99999999999994, 432.0000000000001, 448, 17, 1e-30]) * scale
         found = quantize(x, "fp8")
         assert found.scale == scale
-        np.testing.assert_array_equal(found.dequantize(), np.float32([-416, 448, 448, 17 - 1, 0]) * np.float32(scale))
+        np.testing.assert_array_equal(
+            found.dequantize(), np.float32([-416, 448, 448, 17 - 1, 0]) * np.float32(scale)
+        )
     x = np.array([2688.0, *[0.0] * 15, np.nextafter(2.5, 0), np.nextafter(2.5, 3), 6, *[0.0] * 13])
     np.testing.assert_array_equal(quantize(x, "nvfp4").dequantize()[16:19], [2, 3, 6])
 
@@ -297,7 +364,9 @@ def test_arrays_that_are_converted_in_several_parts(name, rng):
 @pytest.mark.parametrize("name", FORMATS)
 def test_copies_are_equal_and_read_only(name, rng):
     x = quantize(rng.standard_normal((4, 40)).astype(np.float32), name)
-    copies = [pickle.loads(pickle.dumps(x, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    copies = [
+        pickle.loads(pickle.dumps(x, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    ]
     for other in (x, copy.copy(x), copy.deepcopy(x), *copies):
         np.testing.assert_array_equal(other.codes, x.codes)
         np.testing.assert_array_equal(other.dequantize(), x.dequantize())
@@ -310,7 +379,9 @@ def test_copies_are_equal_and_read_only(name, rng):
         x.scale = 2.0
     with pytest.raises(TypeError, match="unsupported operand"):
         _ = np.ones((4, 4), np.float32) @ x
-    with pytest.raises(lowprec.ArrayError, match=r"a quantised array, which .* pass its dequantize\(\)$"):
+    with pytest.raises(
+        lowprec.ArrayError, match=r"a quantised array, which .* pass its dequantize\(\)$"
+    ):
         np.asarray(x)
     with pytest.raises(lowprec.ArrayError, match="expected an array, got a quantised array, which"):
         quantize(x, "fp8")
@@ -323,16 +394,28 @@ OTHER = (np.int8, np.int32, bool, np.uint8, np.complex64, ml_dtypes.float8_e4m3f
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((X, "mxfp6"), lowprec.DTypeError, r"format 'mxfp6' is not a narrow format; .*mxfp8.*did you mean 'mx"),
+        (
+            (X, "mxfp6"),
+            lowprec.DTypeError,
+            r"format 'mxfp6' is not a narrow format; .*mxfp8.*did you mean 'mx",
+        ),
         ((X, 4), lowprec.DTypeError, "format 4 is not a narrow format"),
-        ((X[0, 0, ...], "fp8"), lowprec.ShapeError, "axis -1 is out of bounds for array of dimension 0"),
+        (
+            (X[0, 0, ...], "fp8"),
+            lowprec.ShapeError,
+            "axis -1 is out of bounds for array of dimension 0",
+        ),
         ((X, "fp8", 2), lowprec.ShapeError, "axis 2 is out of bounds for array of dimension 2"),
         ((X, "fp8", -3), lowprec.ShapeError, "axis -3 is out of bounds for array of dimension 2"),
         ((X, "fp8", 1.5), lowprec.ShapeError, "integer"),
         (([1.0], "fp8"), lowprec.ArrayError, "expected an array"),
         ((None, "fp8"), lowprec.ArrayError, "expected an array"),
         *(
-            ((X.astype(dtype), "fp8"), lowprec.DTypeError, "quantize takes arrays of .*, bfloat16, not")
+            (
+                (X.astype(dtype), "fp8"),
+                lowprec.DTypeError,
+                "quantize takes arrays of .*, bfloat16, not",
+            )
             for dtype in OTHER
         ),
     ],
@@ -344,7 +427,9 @@ def test_wrong_arguments(arguments, error, words):
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("part", ["codes", "scales"])
-@pytest.mark.parametrize("wrong", [None, np.uint8(1), np.zeros((), np.uint8), [1], 3, "x", np.zeros(0, np.uint8)])
+@pytest.mark.parametrize(
+    "wrong", [None, np.uint8(1), np.zeros((), np.uint8), [1], 3, "x", np.zeros(0, np.uint8)]
+)
 def test_parts_of_another_type_or_shape_are_refused(name, part, wrong):
     x = lowprec.quantize(np.ones((64, 64), np.float32), name)
     parts = {"codes": x.codes, "scales": x.scales, part: wrong}

@@ -29,14 +29,21 @@ def reference(x, name, *, symmetric=True):
     if symmetric:
         largest = {"fp8_rows": 448, "int8": 127, "int4": 7.5}[name]
         peak, zeros = abs(x).max(-1), None
-        scales = np.where(peak > 0, np.maximum((peak / F32(largest)).astype(F32), F32(2.0**-126)), F32(1))
+        scales = np.where(
+            peak > 0, np.maximum((peak / F32(largest)).astype(F32), F32(2.0**-126)), F32(1)
+        )
         q = x / scales[..., None]
         if name == "fp8_rows":
             codes = np.clip(q, -448, 448).astype(ml_dtypes.float8_e4m3fn)
             return codes.view(np.uint8), scales, None, codes.astype(F32) * scales[..., None]
         codes = np.clip(np.rint(q), -8, 7) if name == "int4" else np.clip(np.rint(q), -127, 127)
         numbers = codes.astype(F32) * scales[..., None]
-        return codes.astype(np.int8).view(np.uint8) & (255 if name == "int8" else 15), scales, None, numbers
+        return (
+            codes.astype(np.int8).view(np.uint8) & (255 if name == "int8" else 15),
+            scales,
+            None,
+            numbers,
+        )
     low, high = np.minimum(x.min(-1), 0), np.maximum(x.max(-1), 0)
     size = (high / F32(15) - low / F32(15)).astype(F32)
     scales = np.where(high > low, np.maximum(size, F32(2.0**-126)), F32(1))
@@ -54,7 +61,9 @@ def grouped(x, group):
 
 def agree(x, name, options, group):
     found = quantize(x, name, **options)
-    codes, scales, zeros, numbers = reference(grouped(x, group), name, symmetric=options.get("symmetric", True))
+    codes, scales, zeros, numbers = reference(
+        grouped(x, group), name, symmetric=options.get("symmetric", True)
+    )
     codes = codes.reshape(*x.shape[:-1], -1)
     if name == "int4":
         codes = codes[..., ::2] | codes[..., 1::2] << 4
@@ -63,7 +72,9 @@ def agree(x, name, options, group):
     assert (found.zeros is None) == (zeros is None)
     if zeros is not None:
         np.testing.assert_array_equal(found.zeros, zeros)
-    np.testing.assert_array_equal(found.dequantize(), numbers.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]])
+    np.testing.assert_array_equal(
+        found.dequantize(), numbers.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    )
     assert found.scale == 1
     return found
 
@@ -71,7 +82,9 @@ def agree(x, name, options, group):
 @cases
 def test_numbers_of_all_exponents(name, options, group, rng):
     for exponent in range(-150, 126, 6):
-        x = np.ldexp(rng.standard_normal((40, 200)), exponent + rng.integers(-8, 2, (40, 200))).astype(F32)
+        x = np.ldexp(
+            rng.standard_normal((40, 200)), exponent + rng.integers(-8, 2, (40, 200))
+        ).astype(F32)
         x[3], x[5:7] = 0, abs(x[5:7])
         x[7:9] = -abs(x[7:9])
         agree(x, name, options, group)
@@ -79,13 +92,18 @@ def test_numbers_of_all_exponents(name, options, group, rng):
 
 @cases
 def test_other_types_and_halfway_cases(name, options, group, rng):
-    x = np.concatenate((rng.integers(-254, 255, (20, 127)) / 2, np.full((20, 1), 127.0)), 1).astype(F32)
+    x = np.concatenate((rng.integers(-254, 255, (20, 127)) / 2, np.full((20, 1), 127.0)), 1).astype(
+        F32
+    )
     agree(x, name, options, group)
     agree(np.full((2, 64), F32(3e38)) * F32([[1], [-1]]), name, options, group)
     agree(x.astype(np.float64) * (1 + 2.0**-40), name, options, group)
     half = rng.standard_normal((5, 70)).astype(np.float16)
     for typed in (half, half.astype(F32).astype(ml_dtypes.bfloat16)):
-        found, want = quantize(typed, name, **options), agree(typed.astype(F32), name, options, group)
+        found, want = (
+            quantize(typed, name, **options),
+            agree(typed.astype(F32), name, options, group),
+        )
         np.testing.assert_array_equal(found.codes, want.codes)
 
 
@@ -134,17 +152,25 @@ def test_products(name, options, group, rng):
     numbers = along_k[0].dequantize()
     for rows in (1, 3, 4):  # decoded in registers, and by columns
         for stored in (*along_k, *map(lowprec.prepare, along_k)):
-            np.testing.assert_array_equal(lowprec.matmul(a[:rows], stored), lowprec.matmul(a[:rows], numbers))
+            np.testing.assert_array_equal(
+                lowprec.matmul(a[:rows], stored), lowprec.matmul(a[:rows], numbers)
+            )
     for stored in (*along_k, quantize(b, name, **options)):
         for mode in ("fp32", "bf16", "int8"):
-            want = lowprec.matmul(a, stored.dequantize(), math_mode=mode if mode != "int8" else "fp32")
+            want = lowprec.matmul(
+                a, stored.dequantize(), math_mode=mode if mode != "int8" else "fp32"
+            )
             found = lowprec.matmul(a, stored, math_mode=mode)
             np.testing.assert_allclose(found, want, rtol=0.03, atol=1e-4 if mode != "int8" else 0.7)
         plan = lowprec.plan(a, stored)
         assert plan.b_becomes == f"{name} values as float32"
-        widens = f"its {name} numbers are widened to float32 in each product" in " ".join(str(plan).split())
+        widens = f"its {name} numbers are widened to float32 in each product" in " ".join(
+            str(plan).split()
+        )
         assert widens == (stored.axis == 1 or not plan.kernel_row.decodes_b)
-        np.testing.assert_array_equal(lowprec.matmul(a, stored), lowprec.matmul(a, lowprec.prepare(stored)))
+        np.testing.assert_array_equal(
+            lowprec.matmul(a, stored), lowprec.matmul(a, lowprec.prepare(stored))
+        )
         typed = lowprec.matmul(a.astype(ml_dtypes.bfloat16), stored, out_dtype="bfloat16")
         assert typed.dtype == ml_dtypes.bfloat16
     left = quantize(a, name, **options)
@@ -167,13 +193,18 @@ def test_wrong_arguments():
         with pytest.raises(lowprec.SettingError, match="group of int4 is 32, 64 or 128, got"):
             quantize(x, "int4", group=group)
     for options in ({"group": 64}, {"symmetric": False}):
-        with pytest.raises(lowprec.SettingError, match="group and symmetric are arguments of the format int4"):
+        with pytest.raises(
+            lowprec.SettingError, match="group and symmetric are arguments of the format int4"
+        ):
             quantize(x, "int8", **options)
     q = quantize(x, "int4", symmetric=False)
-    with pytest.raises(lowprec.DTypeError, match="scales are float32, float16 or bfloat16, not uint8"):
+    with pytest.raises(
+        lowprec.DTypeError, match="scales are float32, float16 or bfloat16, not uint8"
+    ):
         QuantizedArray(q.codes, q.zeros, "int4", q.shape, 1)
     with pytest.raises(
-        lowprec.ShapeError, match=r"zeros of int4 for shape \(4, 64\) have shape \(4, 1\), not \(1, 1\)"
+        lowprec.ShapeError,
+        match=r"zeros of int4 for shape \(4, 64\) have shape \(4, 1\), not \(1, 1\)",
     ):
         QuantizedArray(q.codes, q.scales, "int4", q.shape, 1, 1.0, q.zeros[:1])
     with pytest.raises(lowprec.ShapeError, match="zeros of int8 for shape"):

@@ -40,14 +40,24 @@ def test_a_recipe_is_a_value_with_a_text(recipe):
 def test_a_recipe_without_details_is_its_mode():
     assert parse_mode(Recipe("mxfp8")) is MathMode.MXFP8
     assert parse_mode("mxfp8()") is MathMode.MXFP8
-    assert rules_of(MathMode.NVFP4) == Recipe("nvfp4").rules == rules_of(Recipe("nvfp4").of("grad_weight"))
+    assert (
+        rules_of(MathMode.NVFP4)
+        == Recipe("nvfp4").rules
+        == rules_of(Recipe("nvfp4").of("grad_weight"))
+    )
 
 
 def test_products_of_a_layer():
     recipe = Recipe("fp8", grad_input=("fp8_e5m2", "fp8"), grad_weight=("fp8", "fp8_e5m2"))
     assert recipe == Recipe.fp8_training()
-    elements = {x: tuple(rule.elements for rule in of_pass(recipe, x).rules) for x in recipes._PAIRS}
-    assert elements == {"forward": ("e4m3", "e4m3"), "grad_input": ("e5m2", "e4m3"), "grad_weight": ("e4m3", "e5m2")}
+    elements = {
+        x: tuple(rule.elements for rule in of_pass(recipe, x).rules) for x in recipes._PAIRS
+    }
+    assert elements == {
+        "forward": ("e4m3", "e4m3"),
+        "grad_input": ("e5m2", "e4m3"),
+        "grad_weight": ("e4m3", "e5m2"),
+    }
     assert of_pass(MathMode.MXFP8, "grad_input") is MathMode.MXFP8
 
 
@@ -63,11 +73,20 @@ def test_products_of_the_backward_pass_may_be_of_modes_that_do_not_quantise():
 
 def test_square_blocks_are_of_weights_alone():
     """DeepSeek-V3, arXiv 2412.19437, section 3.3.2: activations and gradients have tiles of 1 x 128."""
-    blocks = {x: [rule.block for rule in rules_of(of_pass(MathMode.FP8_BLOCKS, x))] for x in recipes._PAIRS}
+    blocks = {
+        x: [rule.block for rule in rules_of(of_pass(MathMode.FP8_BLOCKS, x))]
+        for x in recipes._PAIRS
+    }
     square, flat = (128, 128), (1, 128)
-    assert blocks == {"forward": [flat, square], "grad_input": [flat, square], "grad_weight": [flat, flat]}
+    assert blocks == {
+        "forward": [flat, square],
+        "grad_input": [flat, square],
+        "grad_weight": [flat, flat],
+    }
     recipe = Recipe("fp8_blocks", grad_weight="fp8_blocks_e5m2", scale_rule="rceil")
-    assert {(rule.block, rule.power_scales) for rule in recipe.of("grad_weight").rules} == {(flat, True)}
+    assert {(rule.block, rule.power_scales) for rule in recipe.of("grad_weight").rules} == {
+        (flat, True)
+    }
 
 
 def test_measures_act_on_the_operands_of_their_products():
@@ -77,10 +96,18 @@ def test_measures_act_on_the_operands_of_their_products():
         return dataclasses.replace(recipe, product=product, knows_weight=knows_weight).rules
 
     rules = {x: of(x, knows_weight=True) for x in recipes._PAIRS}
-    assert [[r.is_stochastic for r in pair] for pair in rules.values()] == [[False] * 2, [True, False], [False, True]]
+    assert [[r.is_stochastic for r in pair] for pair in rules.values()] == [
+        [False] * 2,
+        [True, False],
+        [False, True],
+    ]
     assert [[r.hadamard for r in pair] for pair in rules.values()] == [[0, 0], [0, 0], [16, 16]]
     square, flat = (16, 16), (1, 16)
-    assert [[r.block for r in pair] for pair in rules.values()] == [[flat, square], [flat, square], [flat, flat]]
+    assert [[r.block for r in pair] for pair in rules.values()] == [
+        [flat, square],
+        [flat, square],
+        [flat, flat],
+    ]
     assert {r.block for x in recipes._PAIRS for r in of(x, knows_weight=False)} == {flat}
     assert all(r.is_stochastic for r in Recipe("nvfp4", rounding="stochastic", seed=1).rules)
 
@@ -96,11 +123,20 @@ def test_steps_layers_and_products_have_different_random_numbers():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"forward": "mxfp9"}, "forward of a recipe: 'mxfp9' is not a format; choose from: fp8.*did you mean"),
+        (
+            {"forward": "mxfp9"},
+            "forward of a recipe: 'mxfp9' is not a format; choose from: fp8.*did you mean",
+        ),
         ({"forward": 3}, "forward of a recipe is a format or a pair of formats, got 3"),
-        ({"forward": "mxfp8", "grad_input": ("fp8",)}, "grad_input of a recipe is a format or a pair"),
+        (
+            {"forward": "mxfp8", "grad_input": ("fp8",)},
+            "grad_input of a recipe is a format or a pair",
+        ),
         ({"forward": ("int8", "fp8")}, "int8 and fp8 cannot be multiplied"),
-        ({"forward": ("mxfp8", "fp8_blocks")}, "cannot be multiplied; int8 and fp8_blocks need one format"),
+        (
+            {"forward": ("mxfp8", "fp8_blocks")},
+            "cannot be multiplied; int8 and fp8_blocks need one format",
+        ),
         (
             {"forward": "mxfp8", "scale_rule": "up"},
             "scale_rule of a recipe must be one of 'floor', 'rceil', 'even', got",
@@ -109,18 +145,45 @@ def test_steps_layers_and_products_have_different_random_numbers():
             {"forward": "fp8_blocks", "scale_rule": "even"},
             "scale_rule=even has no effect on a recipe of fp8_blocks; omit",
         ),
-        ({"forward": "int8", "scale_rule": "rceil"}, "scale_rule=rceil has no effect on a recipe of int8"),
-        ({"forward": "nvfp4", "scale_rule": "even"}, "scale_rule=even has no effect on a recipe of nvfp4"),
-        ({"forward": "mxfp8", "weight_block": (16, 16)}, "weight_block=16x16 has no effect on a recipe of mxfp8"),
+        (
+            {"forward": "int8", "scale_rule": "rceil"},
+            "scale_rule=rceil has no effect on a recipe of int8",
+        ),
+        (
+            {"forward": "nvfp4", "scale_rule": "even"},
+            "scale_rule=even has no effect on a recipe of nvfp4",
+        ),
+        (
+            {"forward": "mxfp8", "weight_block": (16, 16)},
+            "weight_block=16x16 has no effect on a recipe of mxfp8",
+        ),
         ({"forward": "bf16"}, "forward of a recipe: 'bf16' is not a format"),
-        ({"forward": "mxfp8", "grad_input": "fp64"}, "grad_input of a recipe: 'fp64' is not a format"),
-        ({"forward": "mxfp8", "grad_input": ("bf16", "mxfp8")}, "grad_input of a recipe: 'bf16' is not a format"),
-        ({"forward": "mxfp8", "rounding": "odd"}, "rounding of a recipe must be one of 'nearest', 'stochastic'"),
-        ({"forward": "mxfp8", "rounding": "stochastic"}, "with stochastic rounding needs a seed; pass seed="),
+        (
+            {"forward": "mxfp8", "grad_input": "fp64"},
+            "grad_input of a recipe: 'fp64' is not a format",
+        ),
+        (
+            {"forward": "mxfp8", "grad_input": ("bf16", "mxfp8")},
+            "grad_input of a recipe: 'bf16' is not a format",
+        ),
+        (
+            {"forward": "mxfp8", "rounding": "odd"},
+            "rounding of a recipe must be one of 'nearest', 'stochastic'",
+        ),
+        (
+            {"forward": "mxfp8", "rounding": "stochastic"},
+            "with stochastic rounding needs a seed; pass seed=",
+        ),
         ({"forward": "mxfp8", "hadamard": 16}, "with a Hadamard transform needs a seed"),
         ({"forward": "mxfp8", "hadamard": 8}, "hadamard of a recipe must be one of 0, 16, got 8"),
-        ({"forward": "nvfp4", "weight_block": (8, 8)}, r"weight_block of a recipe must be one of None, \(16, 16\)"),
-        ({"forward": "mxfp8", "seed": -1}, r"seed of a recipe must be an integer from 0 to 2\^64 - 1, got -1"),
+        (
+            {"forward": "nvfp4", "weight_block": (8, 8)},
+            r"weight_block of a recipe must be one of None, \(16, 16\)",
+        ),
+        (
+            {"forward": "mxfp8", "seed": -1},
+            r"seed of a recipe must be an integer from 0 to 2\^64 - 1, got -1",
+        ),
         ({"forward": "mxfp8", "seed": True}, "seed of a recipe must be an integer"),
         ({"forward": "mxfp8", "step": 1.5}, "step of a recipe must be an integer"),
     ],
@@ -130,7 +193,9 @@ def test_bad_recipes(how, words):
         Recipe(**how)
 
 
-@pytest.mark.parametrize("text", ["mxfp8(seed)", "mxfp8(color=red)", "mxfp8(seed=x)", "a/b/c", "fp32(seed=1)"])
+@pytest.mark.parametrize(
+    "text", ["mxfp8(seed)", "mxfp8(color=red)", "mxfp8(seed=x)", "a/b/c", "fp32(seed=1)"]
+)
 def test_bad_texts(text):
     with pytest.raises(lowprec.ModeError, match="recipe"):
         parse_mode(text)
@@ -153,7 +218,9 @@ def test_scopes_defaults_and_reports_know_recipes():
         assert np.array_equal(lowprec.matmul(a, a.T), expected)
     finally:
         lowprec.set_math_mode(None)
-    assert "mxfp8(scale_rule=rceil), from math_mode= argument" in str(lowprec.plan(a, a.T, math_mode=recipe))
+    assert "mxfp8(scale_rule=rceil), from math_mode= argument" in str(
+        lowprec.plan(a, a.T, math_mode=recipe)
+    )
     assert lowprec.plan(a, a.T, math_mode=recipe).to_dict()["mode"]
     checked = lowprec.check(a, a.T, modes=[recipe, "int8"], rounds=1)
     assert [x.name for x in checked.rows] == ["fp32", str(recipe), "int8"]

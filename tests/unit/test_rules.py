@@ -27,7 +27,9 @@ def test_every_spelling_gives_the_same_rules(tmp_path):
     assert shown(RULES) == "{'head': 'fp32', '*': 'nvfp4'}"
 
 
-@pytest.mark.parametrize("mode", ["bf16", MathMode.BF16, lowprec.Recipe("mxfp8", scale_rule="rceil")])
+@pytest.mark.parametrize(
+    "mode", ["bf16", MathMode.BF16, lowprec.Recipe("mxfp8", scale_rule="rceil")]
+)
 def test_a_mode_is_one_rule(mode):
     for given in (mode, str(mode), {"*": mode}):
         assert parse_rules(given) == (("*", mode),)
@@ -37,7 +39,10 @@ def test_a_mode_is_one_rule(mode):
 def test_commas_in_recipes_and_brackets_separate_no_rules():
     recipe = "fp8(grad_input=fp8_e5m2/fp8,rounding=stochastic,seed=1)"
     found = parse_rules(f"blocks.[0,1].*={recipe},*=bf16")
-    assert [(pattern, str(mode)) for pattern, mode in found] == [("blocks.[0,1].*", recipe), ("*", "bf16")]
+    assert [(pattern, str(mode)) for pattern, mode in found] == [
+        ("blocks.[0,1].*", recipe),
+        ("*", "bf16"),
+    ]
 
 
 def test_classes_and_functions_are_patterns():

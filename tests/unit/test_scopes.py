@@ -83,7 +83,9 @@ def test_an_exit_in_another_context_ends_the_block(make, inside):
         scope = make().__enter__()
         leave = functools.partial(make_context().run, scope.__exit__, None, None, None)
         if make_context is contextvars.Context:
-            with pytest.warns(LowprecWarning, match=r"\(.*\) was left in another thread or task than"):
+            with pytest.warns(
+                LowprecWarning, match=r"\(.*\) was left in another thread or task than"
+            ):
                 leave()
         else:
             leave()
@@ -154,7 +156,9 @@ def test_a_scope_that_is_not_used_warns_with_its_line(make, recwarn):
     del scope
     (warning,) = recwarn.list
     assert (warning.category, warning.filename, warning.lineno) == (LowprecWarning, __file__, line)
-    assert str(warning.message).startswith("the scope was made and not used, so it had no effect; open it by 'with'")
+    assert str(warning.message).startswith(
+        "the scope was made and not used, so it had no effect; open it by 'with'"
+    )
     with make(argument), contextlib.ExitStack() as stack:
         stack.enter_context(make(argument))
         make(argument)(plain)
@@ -178,7 +182,9 @@ def test_no_warning_at_the_end_of_the_interpreter():
 
 @scopes
 def test_a_scope_that_is_collected_while_it_is_open_has_ended(make, inside):
-    with pytest.warns(LowprecWarning, match="the scope was collected without being left, and has ended"):
+    with pytest.warns(
+        LowprecWarning, match="the scope was collected without being left, and has ended"
+    ):
         make().__enter__()
     assert get_math_mode() is OUTSIDE
 
@@ -248,7 +254,14 @@ def test_generator_functions_are_not_decorated():
         def static():
             yield 1
 
-    targets = [steps, later, functools.partial(later), Steps(), functools.partial(Steps()), vars(Steps)["static"]]
+    targets = [
+        steps,
+        later,
+        functools.partial(later),
+        Steps(),
+        functools.partial(Steps()),
+        vars(Steps)["static"],
+    ]
     for target in targets:
         for decorate in (math_mode("bf16"), math_mode("bf16").wrap, fp32_guard()):
             text = r"(math_mode\('bf16'\)|fp32_guard\(\)) does not decorate generator .* 'with \1:' in the body"
@@ -288,7 +301,9 @@ def plain(offset=0):
     return get_math_mode(), offset
 
 
-@pytest.mark.parametrize(("scope", "mode"), [(math_mode("tf32"), MathMode.TF32), (fp32_guard(), MathMode.FP32)])
+@pytest.mark.parametrize(
+    ("scope", "mode"), [(math_mode("tf32"), MathMode.TF32), (fp32_guard(), MathMode.FP32)]
+)
 def test_a_wrapped_function_reaches_another_process(scope, mode, monkeypatch):
     # The other process imports this module by its name, from the root of the tests.
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[__name__.count(".")]))

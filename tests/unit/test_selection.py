@@ -84,10 +84,14 @@ def test_the_order_of_the_bounds_in_the_error_does_not_depend_on_costs(machine):
         specs = [OperandSpec.contiguous(DType.FLOAT32, shape) for shape in ((m, 64), (64, n))]
         with pytest.raises(ModeError, match=r"bounds: fp32 .*, tf32 ") as caught:
             select_mode(GemmProblem(*specs), machine, 1e-30)
-        orders.add(tuple(re.findall(r"(\w+) [\d.e-]+[,.]", str(caught.value).partition("bounds: ")[2])))
+        orders.add(
+            tuple(re.findall(r"(\w+) [\d.e-]+[,.]", str(caught.value).partition("bounds: ")[2]))
+        )
     (order,) = orders
     others = ["int8_blocks"] * (machine.compute_capability is not None)  # for CPUs alone
-    assert list(order) == [m for m in available_modes() if not m.endswith("emulated") and m not in others]
+    assert list(order) == [
+        m for m in available_modes() if not m.endswith("emulated") and m not in others
+    ]
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.BFLOAT16, DType.INT8])
@@ -126,7 +130,8 @@ def test_the_ladder_has_no_missing_rung(able):
     """From 1e-2 to 1e-7 there is a mode at every k, and a smaller tolerance never takes one with a larger bound."""
     for k in (1, 64, 4096, 10**6):
         p = GemmProblem(
-            OperandSpec.contiguous(DType.FLOAT32, (2048, k)), OperandSpec.contiguous(DType.FLOAT32, (k, 2048))
+            OperandSpec.contiguous(DType.FLOAT32, (2048, k)),
+            OperandSpec.contiguous(DType.FLOAT32, (k, 2048)),
         )
         for bound in Bound:
             rungs = [select_mode(p, able, 10.0**-x, bound=bound) for x in (2, 3, 4, 5, 6, 7)]

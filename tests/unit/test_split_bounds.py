@@ -17,7 +17,10 @@ from support import machines
 from support.oracles import round_to
 
 #: Modes that round or split the operands, and full FP32.
-SCHEMES = [MathMode.FP32, *(r.mode for r in TABLE if r.operand_format.name in ("bfloat16", "float16", "tf32"))]
+SCHEMES = [
+    MathMode.FP32,
+    *(r.mode for r in TABLE if r.operand_format.name in ("bfloat16", "float16", "tf32")),
+]
 FLOAT16 = [m for m in SCHEMES if "fp16" in m]
 
 
@@ -61,10 +64,21 @@ def cases(k, rng):
     m, n = 5, 4
     yield "normal", rng.standard_normal((m, k)), rng.standard_normal((k, n))
     yield "positive", rng.random((m, k)), rng.random((k, n))
-    yield ("wide", *(rng.standard_normal(s) * 2.0 ** rng.uniform(-30, 30, s) for s in ((m, k), (k, n))))
+    yield (
+        "wide",
+        *(rng.standard_normal(s) * 2.0 ** rng.uniform(-30, 30, s) for s in ((m, k), (k, n))),
+    )
     # Every term is just above half a unit of the sum, or its parts are as large as they can be.
-    yield ("one sign", np.full((m, k), 1 + 2.0**-8 - 2.0**-23), np.full((k, n), 1 + 2.0**-8 - 2.0**-23))
-    yield ("halves", np.full((m, k), 1 + 2.0**-9 + 2.0**-17 - 2.0**-22), np.full((k, n), 1 - 2.0**-12))
+    yield (
+        "one sign",
+        np.full((m, k), 1 + 2.0**-8 - 2.0**-23),
+        np.full((k, n), 1 + 2.0**-8 - 2.0**-23),
+    )
+    yield (
+        "halves",
+        np.full((m, k), 1 + 2.0**-9 + 2.0**-17 - 2.0**-22),
+        np.full((k, n), 1 - 2.0**-12),
+    )
     yield "fall", *(np.abs(rng.standard_normal(s)) + 2.0**-10 for s in ((m, k), (k, n)))
     signs = np.resize([1.0, -1.0], k)
     x = rng.random((m, k)) + 1
@@ -158,7 +172,9 @@ def test_confidence_grows_slowly():
 def test_probable_is_at_most_worst():
     for depth in (Depth(0), Depth(1), Depth(10**8)):
         assert depth.probable(FLOAT32, 8.0) <= depth.worst(FLOAT32)
-    assert Depth(0, 100).probable(FLOAT32, 8.0) == Depth(0, 100).worst(FLOAT32), "truncations count in full"
+    assert Depth(0, 100).probable(FLOAT32, 8.0) == Depth(0, 100).worst(FLOAT32), (
+        "truncations count in full"
+    )
 
 
 def square(n, dtype=DType.FLOAT32):

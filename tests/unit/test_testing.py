@@ -20,7 +20,11 @@ from lowprec.backends.cpu import library
 Array = np.ndarray[Any, Any]
 
 SHAPES = [(32, 64, 48), (16, 256, 40), (8, 1000, 24)]
-ROUNDS = {"tf32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16)}
+ROUNDS = {
+    "tf32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+}
 
 
 def _operands(shape: tuple[int, int, int], seed: int = 0) -> tuple[Array, Array]:
@@ -47,7 +51,9 @@ def _summed_in(dtype: Any) -> Callable[..., Array]:
 
 def _with_scale_of_next_block(a: Array, b: Array, mode: str) -> Array:
     x = lowprec.quantize(a, mode)  # type: ignore[arg-type]
-    scales = np.roll(np.repeat(np.exp2(x.scales.astype(np.float64) - 127), 32, -1), 32, -1)[:, : a.shape[1]]
+    scales = np.roll(np.repeat(np.exp2(x.scales.astype(np.float64) - 127), 32, -1), 32, -1)[
+        :, : a.shape[1]
+    ]
     own = np.repeat(np.exp2(x.scales.astype(np.float64) - 127), 32, -1)[:, : a.shape[1]]
     return lowprec.matmul((x.dequantize() / own * scales).astype(np.float32), b, math_mode=mode)
 
@@ -66,7 +72,12 @@ FAULTS: dict[str, tuple[Callable[[Array, Array, str], Array], tuple[str, ...]]] 
     "sums in float16": (_summed_in(np.float16), ("fp32", "bf16", "fp16")),
     "scales of the next block": (_with_scale_of_next_block, ("mxfp8",)),
 }
-PLANTED = [(fault, mode, shape) for fault, (_, modes) in FAULTS.items() for mode in modes for shape in SHAPES]
+PLANTED = [
+    (fault, mode, shape)
+    for fault, (_, modes) in FAULTS.items()
+    for mode in modes
+    for shape in SHAPES
+]
 
 
 @pytest.mark.parametrize(("fault", "mode", "shape"), PLANTED)
@@ -85,7 +96,9 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
     "equal in rows": lambda draw, m, k: np.repeat(draw.standard_normal((m, 1)), k, 1),
     "ramp": lambda draw, m, k: np.arange(m * k).reshape(m, k),
     "integers": lambda draw, m, k: draw.integers(-8, 9, (m, k)),
-    "exponents": lambda draw, m, k: np.ldexp(draw.standard_normal((m, k)), draw.integers(-30, 30, (m, k))),
+    "exponents": lambda draw, m, k: np.ldexp(
+        draw.standard_normal((m, k)), draw.integers(-30, 30, (m, k))
+    ),
     "zeros": lambda draw, m, k: draw.standard_normal((m, k)) * (draw.random((m, k)) < 0.2),
     "large": lambda draw, m, k: draw.standard_normal((m, k)) * 1e18,
     "tiny": lambda draw, m, k: draw.standard_normal((m, k)) * 1e-20,
@@ -105,7 +118,9 @@ def test_right_products_pass(mode: str, repeats: int) -> None:
         if dtype == np.float32:
             out_dtype = draw.choice([None, "bfloat16", "float16"], p=[0.7, 0.15, 0.15])
         with np.errstate(over="ignore"):
-            testing.assert_matmul(lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype), a, b, mode)
+            testing.assert_matmul(
+                lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype), a, b, mode
+            )
 
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16", "mxfp8"])
@@ -117,7 +132,8 @@ def test_tensor_cores_are_right_with_the_bound_of_their_device(mode: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mode"), [("complex64", "bf16"), ("complex128", "fp32"), ("int8", "fp32"), ("bfloat16", "fp32")]
+    ("dtype", "mode"),
+    [("complex64", "bf16"), ("complex128", "fp32"), ("int8", "fp32"), ("bfloat16", "fp32")],
 )
 def test_element_types_and_batches(dtype: str, mode: str) -> None:
     draw = np.random.default_rng(1)
@@ -127,7 +143,9 @@ def test_element_types_and_batches(dtype: str, mode: str) -> None:
     c = lowprec.matmul(a, b, math_mode=mode)
     testing.assert_matmul(c, a, b, mode)
     c[2, 1, 3, 4] = c[2, 1, 3, 4] * 2 + 8
-    with pytest.raises(AssertionError, match=r"1 of 384 elements are wrong; the first, c\[2, 1, 3, 4\], is "):
+    with pytest.raises(
+        AssertionError, match=r"1 of 384 elements are wrong; the first, c\[2, 1, 3, 4\], is "
+    ):
         testing.assert_matmul(c, a, b, mode)
 
 
@@ -145,7 +163,9 @@ def test_nan_and_infinities_stay_where_they_belong() -> None:
         testing.assert_matmul(c, a, b)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not library.units(), reason="interception needs the compiled kernels")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not library.units(), reason="interception needs the compiled kernels"
+)
 def test_the_reference_is_not_intercepted() -> None:
     a, b = _operands((16, 64, 8))
     exact = testing.tolerance(a, b)
@@ -161,7 +181,9 @@ def test_other_libraries_arrays() -> None:
 
 def test_what_is_no_product_is_refused() -> None:
     a, b = _operands((4, 8, 4))
-    with pytest.raises(lowprec.ShapeError, match=r"c has shape \(4, 3\); the product of a and b has \(4, 4\)"):
+    with pytest.raises(
+        lowprec.ShapeError, match=r"c has shape \(4, 3\); the product of a and b has \(4, 4\)"
+    ):
         testing.assert_matmul((a @ b)[:, :3], a, b)
     with pytest.raises(lowprec.ShapeError, match="must be matrices or stacks"):
         testing.tolerance(a[0], b)
@@ -206,10 +228,24 @@ def test_restores_it():
 
 def _run_pytest(folder: Path, program: str, *options: str) -> str:
     (folder / "test_program.py").write_text(program)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lowprec_command", *options]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "lowprec_command",
+        *options,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     return done.stdout + done.stderr
 
 
@@ -226,4 +262,6 @@ def test_pytest_imports_nothing_without_the_option(tmp_path: Path) -> None:
 
 
 def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
-    assert "precision 'fp33' is not one of: " in _run_pytest(tmp_path, "", "--lowprec-require", "fp33")
+    assert "precision 'fp33' is not one of: " in _run_pytest(
+        tmp_path, "", "--lowprec-require", "fp33"
+    )

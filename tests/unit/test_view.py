@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, library_of, may_overlap, numpy_library
+from lowprec.arrays import (
+    CPU,
+    NUMPY_DTYPES,
+    ArrayView,
+    Device,
+    library_of,
+    may_overlap,
+    numpy_library,
+)
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.util.strides import overlaps_itself
@@ -18,7 +26,9 @@ def view_of(array):
 
 def by_address(view):
     """The same view without its NumPy owner's help: everything by address, shape and strides."""
-    return ArrayView(view.dtype, view.shape, view.strides, view.device, view.owner, view.read_only, view.address)
+    return ArrayView(
+        view.dtype, view.shape, view.strides, view.device, view.owner, view.read_only, view.address
+    )
 
 
 def layouts(dtype):
@@ -80,7 +90,10 @@ def odd_strides(array, tag="i2"):
         (misaligned, "not aligned"),
         (odd_strides, "not aligned"),
         # complex64 is aligned to 4 bytes and has 8: a step of 12 bytes is aligned and no multiple.
-        (lambda a: odd_strides(a * np.complex64(1 + 2j), "f4"), "its byte strides are not multiples"),
+        (
+            lambda a: odd_strides(a * np.complex64(1 + 2j), "f4"),
+            "its byte strides are not multiples",
+        ),
     ],
     ids=["byte order", "misaligned", "odd strides", "aligned strides"],
 )
@@ -152,7 +165,8 @@ def test_overlaps_itself_against_a_count(rng):
         shape = tuple(int(n) for n in rng.integers(0, 4, 3))
         strides = tuple(int(s) for s in rng.integers(-12, 13, 3))
         offsets = [
-            sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, shape))
+            sum(i * s for i, s in zip(index, strides, strict=True))
+            for index in itertools.product(*map(range, shape))
         ]
         repeats = len(set(offsets)) < len(offsets)
         found = overlaps_itself(shape, strides)

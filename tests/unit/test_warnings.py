@@ -72,7 +72,9 @@ def guarded():
         lambda: lowprec.matmul(NARROW, NARROW, math_mode="bf16"),
         # On float64 the mode is the requested one, emulated or not.
         lambda: lowprec.matmul(WIDE, WIDE, math_mode="fp64_emulated"),
-        lambda: lowprec.matmul(NARROW.astype(np.float16), NARROW.astype(np.float16), math_mode="fp64_emulated"),
+        lambda: lowprec.matmul(
+            NARROW.astype(np.float16), NARROW.astype(np.float16), math_mode="fp64_emulated"
+        ),
         lambda: lowprec.plan(WIDE, WIDE, math_mode="bf16"),
     ],
 )

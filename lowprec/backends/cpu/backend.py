@@ -8,7 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import library, numpy_execution, numpy_products, products, quantized_products
+from lowprec.backends.cpu import (
+    library,
+    numpy_execution,
+    numpy_products,
+    products,
+    quantized_products,
+)
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
 from lowprec.backends.cpu.kernel_codes import reordered as reordered
@@ -63,6 +69,10 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
 
 
 def tune(
-    execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
+    execute: Executor,
+    arguments: Arguments,
+    *,
+    candidates: int,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[AlgorithmTiming, ...]:
     return ()

@@ -50,7 +50,9 @@ def describe(plan: GemmPlan, given: GemmProblem) -> tuple[Product, list[Any]]:
         bias = Matrix(col=problem.bias.strides[0], type=library.TYPES[problem.bias.dtype])
     rows = prod(layout.batch_shape[i] for i in shared)
     batches = prod(layout.batch_shape[i] for i in batch)
-    product = Product(rows * layout.m, layout.n, layout.k, batches, a, b, out, c, bias, scheme_of(plan))
+    product = Product(
+        rows * layout.m, layout.n, layout.k, batches, a, b, out, c, bias, scheme_of(plan)
+    )
     product.unit = library.UNITS.index(plan.kernel_row.requires or "")
     product.activation = _ACTIVATIONS.index(problem.activation)
     _describe_roundings(product, plan, given, layout, kept)
@@ -65,7 +67,9 @@ def _batch_axes(layout: GemmLayout) -> tuple[list[int], list[int]]:
     return batch, shared
 
 
-def _matrix(x: MatrixStack | None, batch: Sequence[int], shared: Sequence[int], kept: list[Any]) -> Matrix:
+def _matrix(
+    x: MatrixStack | None, batch: Sequence[int], shared: Sequence[int], kept: list[Any]
+) -> Matrix:
     """Return a matrix with offsets of products along axes of its batch, and of rows along the others.
 
     The arrays of the offsets are appended to ``kept``.
@@ -127,12 +131,19 @@ def _describe_roundings(
 
 
 def _describe_rounding(
-    product: Product, operand: int, rule: Rule, source: MatrixStack, to: MatrixStack, axes: Sequence[int]
+    product: Product,
+    operand: int,
+    rule: Rule,
+    source: MatrixStack,
+    to: MatrixStack,
+    axes: Sequence[int],
 ) -> list[Any]:
     """Describe the rounding of ``a`` (0) or ``b`` (1), and the order of its scales along axes of the batch."""
     matrix = product.b if operand else product.a
     to_codes = matrix.type in library.CODES
-    product.rounding[operand], kept = quantizing.describe(source, to, operand, rule, to_codes=to_codes)
+    product.rounding[operand], kept = quantizing.describe(
+        source, to, operand, rule, to_codes=to_codes
+    )
     if to_codes:
         return kept
     extents = [(to.batch_shape[i], to.batch_strides[i] // product.k) for i in axes]

@@ -58,7 +58,11 @@ def info() -> dict[str, Any]:
     warnings: list[str] = []
     try:
         able = _capabilities()
-        rows = [x for x in able.kernels if x.requires in able.features and x.summation is not Summation.BLOCKS]
+        rows = [
+            x
+            for x in able.kernels
+            if x.requires in able.features and x.summation is not Summation.BLOCKS
+        ]
         device["instruction_sets"] = list(_instruction_sets(rows))
         device["units"] = [row.units for row in rows if row.holds_in is None and row.parts == 1]
         warnings = list(_warnings(rows))

@@ -95,7 +95,11 @@ def _restored(array: _Array, lanes: int, memory: Any) -> QuantizedArray:
     rows = memory.reshape(batches, -1)[:, :nbytes].reshape(batches, strips, sum(counts), 4 * lanes)
     codes, scales, zeros = np.split(rows, np.cumsum(counts)[:-1], axis=2)
     stored = [_part(_by_vector(codes, lanes, row.bits == 8), of_codes, np.uint8)]
-    stored.append(_part(_by_vector(scales, lanes), of_scales, np.float32 if row.has_float_scales else np.uint8))
+    stored.append(
+        _part(
+            _by_vector(scales, lanes), of_scales, np.float32 if row.has_float_scales else np.uint8
+        )
+    )
     if row.has_zeros:
         stored.append(_part(_by_vector(zeros, lanes), of_zeros, np.uint8))
     return quantized_array(array.like, array.shape, row, array.axis, stored, array.scale)

@@ -32,7 +32,9 @@ _INT8 = _COMPILED._replace(formats=frozenset({"int8"}), cost_per_flop=0.25, cost
 def _on(kernel: KernelRow, unit: str, words: str, **differences: Any) -> KernelRow:
     """Return the row of a kernel on one unit of the library."""
     sets = INSTRUCTION_SETS[unit]
-    return kernel._replace(name=unit, requires=unit, units=words, instruction_sets=sets, **differences)
+    return kernel._replace(
+        name=unit, requires=unit, units=words, instruction_sets=sets, **differences
+    )
 
 
 BF16_AMX = _on(
@@ -54,12 +56,16 @@ INT8_AMX = _on(
 INT8_AVX512 = _on(_INT8, "int8_avx512", "int8 vector units (AVX512-VNNI)")
 INT8_AVXVNNI = _on(_INT8, "int8_avxvnni", "int8 vector units (AVX-VNNI)", cost_per_flop=0.55)
 INT8_AVX2 = _on(_INT8, "int8_avx2", "int16 vector units (AVX2)", cost_per_flop=0.6)
-BF16_NEON = _on(_BF16, "bf16_neon", "bfloat16 vector units (NEON)", summation=Summation.PAIRS_TO_ODD)
+BF16_NEON = _on(
+    _BF16, "bf16_neon", "bfloat16 vector units (NEON)", summation=Summation.PAIRS_TO_ODD
+)
 FP32_NEON = _on(_FP32, "fp32_neon", "FP32 vector units (NEON)")
 INT8_NEON = _on(_INT8, "int8_neon", "int8 vector units (NEON)")
 
 #: Every product, within the same bounds.
-NUMPY = KernelRow(name="numpy", units="NumPy's BLAS", cost_per_element=300.0, holds_in=DType.FLOAT32, keeps_b=True)
+NUMPY = KernelRow(
+    name="numpy", units="NumPy's BLAS", cost_per_element=300.0, holds_in=DType.FLOAT32, keeps_b=True
+)
 
 
 def _of_blocks(kernel: KernelRow) -> KernelRow:

@@ -127,7 +127,8 @@ class Functions(NamedTuple):
     release_memory: Callable[[], None]
     kept_bytes: Callable[[], int]
     run: Callable[..., None]
-    gemm_holding_gil: Callable[..., int]  # for products that take less time than a switch of threads
+    # for products that take less time than a switch of threads
+    gemm_holding_gil: Callable[..., int]
 
 
 #: Types of the results and arguments; None for a function that gets references, which need no conversion.
@@ -148,16 +149,23 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
 
 # By `os.path`, because importing pathlib takes longer than loading the library.
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_PATH = os.path.join(_FOLDER, "_kernels" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so"))
+_PATH = os.path.join(
+    _FOLDER, "_kernels" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+)
 
 
 def _sources_hash() -> int | None:
     """Return the hash of the sources as `hatch_build.py` computes it; None where the package is not in a checkout."""
-    native, build = os.path.join(_FOLDER, "native"), os.path.join(_FOLDER, *[os.pardir] * 3, "hatch_build.py")
+    native, build = (
+        os.path.join(_FOLDER, "native"),
+        os.path.join(_FOLDER, *[os.pardir] * 3, "hatch_build.py"),
+    )
     if not (os.path.isdir(native) and os.path.isfile(build)):
         return None
     names = [x for x in sorted(os.listdir(native)) if x.endswith((".cpp", ".hpp", ".h"))]
-    return zlib.crc32(b"".join(_read(x) for x in [*(os.path.join(native, name) for name in names), build]))
+    return zlib.crc32(
+        b"".join(_read(x) for x in [*(os.path.join(native, name) for name in names), build])
+    )
 
 
 def _read(path: str) -> bytes:
@@ -169,7 +177,9 @@ def _read(path: str) -> bytes:
 def _loaded() -> tuple[Functions | None, str]:
     if not os.path.isfile(_PATH):
         note = os.path.splitext(_PATH)[0] + ".txt"
-        why = _read(note).decode().strip() if os.path.isfile(note) else "run `python hatch_build.py`"
+        why = (
+            _read(note).decode().strip() if os.path.isfile(note) else "run `python hatch_build.py`"
+        )
         if getattr(sys, "frozen", False):
             why = f"this program was packed without {os.path.basename(_PATH)}: add the files of lowprec to it"
         elif not os.path.isdir(os.path.dirname(_PATH)):
@@ -179,13 +189,18 @@ def _loaded() -> tuple[Functions | None, str]:
         open(_PATH, "rb").close()  # the loader's error has no number
         library, holding_gil = ctypes.CDLL(_PATH), ctypes.PyDLL(_PATH)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # raised, so that the next product tries again
-            raise BackendError(f"the kernels cannot be loaded ({error}); close files and multiply again") from None
-        if type(error) not in (OSError, FileNotFoundError, PermissionError):  # of a signal handler, as TimeoutError
+        # raised, so that the next product tries again
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise BackendError(
+                f"the kernels cannot be loaded ({error}); close files and multiply again"
+            ) from None
+        # of a signal handler, as TimeoutError
+        if type(error) not in (OSError, FileNotFoundError, PermissionError):
             raise
         return None, f"the kernels cannot be loaded ({error})"
     library.lp_version.restype = ctypes.c_uint64
-    if _sources_hash() not in (None, library.lp_version()):  # before its functions, which may be others
+    # before its functions, which may be others
+    if _sources_hash() not in (None, library.lp_version()):
         raise BackendError(
             f"{_PATH} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
         )
@@ -246,7 +261,9 @@ def units() -> frozenset[str]:
     if found is None:
         return frozenset()
     hidden = environment.hidden_cpu_flags()
-    found.use_units(sum(1 << i for i, name in enumerate(UNITS) if hidden.isdisjoint(INSTRUCTION_SETS[name])))
+    found.use_units(
+        sum(1 << i for i, name in enumerate(UNITS) if hidden.isdisjoint(INSTRUCTION_SETS[name]))
+    )
     usable = found.units()
     return frozenset(name for i, name in enumerate(UNITS) if usable >> i & 1)
 

@@ -91,7 +91,9 @@ def set_to_zero(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) 
     out[...] = 0
 
 
-def _apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, out: Any, c: Any | None) -> None:
+def _apply_epilogue(
+    plan: GemmPlan, arguments: Arguments, product: Any, out: Any, c: Any | None
+) -> None:
     """Compute ``out = activation(alpha * product + beta * c + bias)``, rounded once; ``product`` is overwritten.
 
     It is computed in the accumulator's type (float32 for 16-bit results), as in cuBLASLt (``cublasLtEpilogue_t``).

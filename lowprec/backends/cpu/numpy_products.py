@@ -58,7 +58,9 @@ def _is_plain(plan: GemmPlan) -> bool:
 
 def _matmul(arguments: Arguments) -> None:
     with np.errstate(all="ignore"):
-        untaken(np.matmul, arguments.a.ndarray(), arguments.b.ndarray(), out=arguments.out.ndarray())
+        untaken(
+            np.matmul, arguments.a.ndarray(), arguments.b.ndarray(), out=arguments.out.ndarray()
+        )
 
 
 def multiply(a: Any, b: Any, out: Any) -> None:
@@ -85,7 +87,12 @@ def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: An
 
 
 def _sum_products(
-    times: Callable[[Any, Any, Any], None], plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
+    times: Callable[[Any, Any, Any], None],
+    plan: GemmPlan,
+    arguments: Arguments,
+    a: Any,
+    b: Any,
+    out: Any,
 ) -> None:
     dtype = out.dtype
     a_parts, a_exponents = _operand(plan, 0, arguments.a, a, dtype)

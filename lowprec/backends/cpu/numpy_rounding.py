@@ -19,7 +19,12 @@ Split: TypeAlias = tuple[list[Any], Any]
 
 
 def split(
-    x: Any, dtype: np.dtype[Any], mode: ModeRow, fmt: NumberFormat | None, count: int, scaled_over: int | None = None
+    x: Any,
+    dtype: np.dtype[Any],
+    mode: ModeRow,
+    fmt: NumberFormat | None,
+    count: int,
+    scaled_over: int | None = None,
 ) -> Split:
     """Split an operand, whose rows (-1) or columns (-2) may be scaled, into parts; one may be ``x`` itself."""
     exponents = None

@@ -188,12 +188,16 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
         elif status == library.NO_MEMORY:
             raise MemoryError("no memory for the packed operands of a product")
         else:
-            raise BackendError(f"the compiled library returned status {status} for a product that was planned for it")
+            raise BackendError(
+                f"the compiled library returned status {status} for a product that was planned for it"
+            )
 
     return execute
 
 
-def _key_of_packed(plan: GemmPlan, product: Product, has_codes: bool, keeps_float8: bool) -> tuple[Any, ...]:
+def _key_of_packed(
+    plan: GemmPlan, product: Product, has_codes: bool, keeps_float8: bool
+) -> tuple[Any, ...]:
     """Return the key of the packed ``b``: everything that it depends on."""
     b = plan.problem.b
     rule = plan.quantized and plan.quantized.rules[1]

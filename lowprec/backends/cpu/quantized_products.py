@@ -61,7 +61,9 @@ def prepare(plan: GemmPlan) -> Executor:
     return execute
 
 
-def _operand(view: ArrayView, inner: int, rule: Rule | None, spec: OperandSpec, plan: GemmPlan) -> Rounded:
+def _operand(
+    view: ArrayView, inner: int, rule: Rule | None, spec: OperandSpec, plan: GemmPlan
+) -> Rounded:
     """Return a rounded operand; one that is prepared for the mode is rounded once."""
     if rule is None:
         return Rounded(view)
@@ -76,9 +78,20 @@ def _operand(view: ArrayView, inner: int, rule: Rule | None, spec: OperandSpec, 
         nbytes = x.nbytes
         if found.scales is not None:
             nbytes += found.scales.nbytes
-        return PackedOperand(found._replace(view=PreparedView(x, MathMode.FP32, view.packed)), nbytes)
+        return PackedOperand(
+            found._replace(view=PreparedView(x, MathMode.FP32, view.packed)), nbytes
+        )
 
-    key = "rounded", inner, spec.dtype, spec.blocks, rule._replace(stream=0), view.address, view.shape, view.strides
+    key = (
+        "rounded",
+        inner,
+        spec.dtype,
+        spec.blocks,
+        rule._replace(stream=0),
+        view.address,
+        view.shape,
+        view.strides,
+    )
     found: Rounded = view.packed_operand(key, make)
     return found
 
@@ -100,11 +113,15 @@ def _coded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Rounde
             values, found, scale = block_codes.rounded(np.atleast_2d(x), inner, rule, np)
             of_codes, of_scales, _ = part_shapes(x.shape, inner % x.ndim, row)
             codes = np.zeros(of_codes, np.uint8)
-            codes[..., : x.shape[inner]] = np.moveaxis(values, inner, -1).view(np.uint8).reshape(*of_codes[:-1], -1)
+            codes[..., : x.shape[inner]] = (
+                np.moveaxis(values, inner, -1).view(np.uint8).reshape(*of_codes[:-1], -1)
+            )
             scales = np.ascontiguousarray(found.swapaxes(-1, -2)).reshape(of_scales)
         else:
             codes, scales, scale = block_codes.rounded(x, inner, rule, np, row=row)
-    described = ArrayView(spec.dtype, view.shape, spec.strides, CPU, codes, True, data_pointer(codes))
+    described = ArrayView(
+        spec.dtype, view.shape, spec.strides, CPU, codes, True, data_pointer(codes)
+    )
     return Rounded(QuantizedView(described, spec.blocks, Codes(codes, scales)), scale=float(scale))
 
 
@@ -121,7 +138,8 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
     scale = float(scale)
     if view.ndim == 1 and rule.scaling == "vector":
         scales = scales[0]
-    if scales is not None and np.fmax.reduce(scales, None, initial=0) >= _LARGE_SCALE:  # without NaN
+    # without NaN
+    if scales is not None and np.fmax.reduce(scales, None, initial=0) >= _LARGE_SCALE:
         scales = np.asarray(scales / _FACTOR, np.float32)  # of one vector, not a scalar
         scale *= _FACTOR
     values = np.broadcast_to(values.astype(NUMPY_DTYPES[spec.dtype]), x.shape)
@@ -136,7 +154,11 @@ def _at_once(plan: GemmPlan) -> Callable[[Arguments, Rounded, Rounded], None]:
 
     def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
         alpha, rows = _in_range(arguments.alpha * a.scale * b.scale, a, b)
-        execute(arguments._replace(a=a.view, b=b.view, alpha=alpha, row_scales=rows, col_scales=b.scales))
+        execute(
+            arguments._replace(
+                a=a.view, b=b.view, alpha=alpha, row_scales=rows, col_scales=b.scales
+            )
+        )
 
     return multiply
 

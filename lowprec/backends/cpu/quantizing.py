@@ -89,7 +89,9 @@ def encode(
     codes = aligned_empty(of_codes, np.dtype(np.uint8))
     scales = None
     if of_scales is not None:
-        scales = aligned_empty(of_scales, np.dtype(np.float32 if row.has_float_scales else np.uint8))
+        scales = aligned_empty(
+            of_scales, np.dtype(np.float32 if row.has_float_scales else np.uint8)
+        )
     extents = list(view.shape)
     strides = list(view.strides)
     q = library.Quantizer(vectors=1, codes=1, to_inner=1, to_vector=of_codes[-1] * 8 // row.bits)
@@ -134,10 +136,18 @@ def _quantize(described: library.Quantizer, view: ArrayView, to: Any, scales: An
     if scales is not None:
         of_scales = data_pointer(scales)
     quantize = library.functions().quantize
-    addresses = ctypes.addressof(described), view.address, data_pointer(to), of_scales, ctypes.addressof(scale)
+    addresses = (
+        ctypes.addressof(described),
+        view.address,
+        data_pointer(to),
+        of_scales,
+        ctypes.addressof(scale),
+    )
     status = quantize(*addresses, count)
     if status == library.NO_MEMORY:
         raise MemoryError("no memory for rounding an operand")
     if status:
-        raise BackendError(f"the compiled library returned status {status} for the rounding of an operand")
+        raise BackendError(
+            f"the compiled library returned status {status} for the rounding of an operand"
+        )
     return scale.value

@@ -34,11 +34,15 @@ def _read(path: str) -> str:
 
 def _cgroup_cpus() -> int:
     """The least CPU quota of this process's control group and of those around it (version 2), rounded up."""
-    own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    own = next(
+        (line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), ""
+    )
     groups = own.strip("/").split("/")
     quotas = [sys.maxsize]
     for depth in range(len(groups) + 1):
-        quota, _, period = _read("/".join(["/sys/fs/cgroup", *groups[:depth], "cpu.max"])).strip().partition(" ")
+        quota, _, period = (
+            _read("/".join(["/sys/fs/cgroup", *groups[:depth], "cpu.max"])).strip().partition(" ")
+        )
         if quota.isdigit() and period.isdigit():
             quotas.append(max(1, math.ceil(int(quota) / int(period))))
     return min(quotas)
@@ -74,7 +78,9 @@ def openblas_function(path: str, name: str) -> Any | None:
     """A function of an OpenBLAS in this process, by its name without the prefix and suffix of the build."""
     blas = loaded(path)
     variants = (f"{prefix}{name}{suffix}" for prefix in ("scipy_", "") for suffix in ("64_", ""))
-    return next((function for x in variants if (function := getattr(blas, x, None)) is not None), None)
+    return next(
+        (function for x in variants if (function := getattr(blas, x, None)) is not None), None
+    )
 
 
 def _openblas_getter() -> Callable[[], int] | None:

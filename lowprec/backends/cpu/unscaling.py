@@ -12,7 +12,11 @@ from lowprec.backends.cpu import library, threads
 from lowprec.formats import DType
 
 #: ``type`` of an ``lp_flat`` by element type.
-_TYPES = {NUMPY_DTYPES[DType.FLOAT32]: 0, NUMPY_DTYPES[DType.BFLOAT16]: 1, NUMPY_DTYPES[DType.FLOAT64]: 100}
+_TYPES = {
+    NUMPY_DTYPES[DType.FLOAT32]: 0,
+    NUMPY_DTYPES[DType.BFLOAT16]: 1,
+    NUMPY_DTYPES[DType.FLOAT64]: 100,
+}
 
 #: Elements per block with NumPy alone; source, result and flags fit the L2 cache.
 _BLOCK = 1 << 16
@@ -36,10 +40,14 @@ def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
             source = x.ravel("K")
             result = out.ravel("K")
             for i in range(0, x.size, _BLOCK):
-                not_finite |= _unscale_plain(source[i : i + _BLOCK], result[i : i + _BLOCK], inverse)
+                not_finite |= _unscale_plain(
+                    source[i : i + _BLOCK], result[i : i + _BLOCK], inverse
+                )
     if functions is not None and rows:
         table = np.array(rows, np.int64)  # of lp_flat
-        not_finite |= bool(functions.unscale(data_pointer(table), len(rows), inverse, threads.num_threads()))
+        not_finite |= bool(
+            functions.unscale(data_pointer(table), len(rows), inverse, threads.num_threads())
+        )
     return not_finite
 
 

@@ -43,7 +43,12 @@ def choose(invocation: Invocation, handle: int) -> list[Algorithm]:
 
 
 def tune(
-    invocation: Invocation, handle: int, stream: int, operands: LtOperands, candidates: int, progress: Progress | None
+    invocation: Invocation,
+    handle: int,
+    stream: int,
+    operands: LtOperands,
+    candidates: int,
+    progress: Progress | None,
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product, store the choice on disk, and return all, the chosen one first.
 
@@ -63,7 +68,10 @@ def product_key(invocation: Invocation) -> str:
     words = [
         str(call.compute_type),
         call.op_first + call.op_second,
-        *(f"{x.elements} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}" for x in matrices),
+        *(
+            f"{x.elements} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}"
+            for x in matrices
+        ),
         f"batch {call.batch_count}",
         call.epilogue,
         f"alignment {invocation.alignment_bytes}",
@@ -205,7 +213,9 @@ class Measured:
 class Contest:
     """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
 
-    def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[LtOperands]) -> None:
+    def __init__(
+        self, invocation: Invocation, handle: int, stream: int, turns: Iterator[LtOperands]
+    ) -> None:
         self._invocation = invocation
         self._handle = handle
         self._stream = stream
@@ -213,9 +223,12 @@ class Contest:
         self._device = runtime.current_device()
         self._spin = Launch("spin", "spin.cu", {}, self._device, 1, (1,), "Q", ())
 
-    def results(self, algorithms: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
+    def results(
+        self, algorithms: tuple[Algorithm, ...], progress: Progress | None
+    ) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first; raise BackendError if none runs."""
-        self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
+        # compile the kernel here, so that an error is not attributed to a candidate
+        self._spin(self._stream, 0)
         candidates: list[Measured] = []
         failure: LowprecError | None = None
         for rank, algorithm in enumerate(algorithms):
@@ -225,7 +238,8 @@ class Contest:
                 self._host_ms = _HOST_MS
                 once = self._measure(candidate)
             except LowprecError as error:
-                runtime.is_capturing(self._stream)  # raises the error of a lost device, on which no other one runs
+                # raises the error of a lost device, on which no other one runs
+                runtime.is_capturing(self._stream)
                 failure = failure or error
                 continue
             repeats = round(_MEASUREMENT_MS / max(once, 1e-3))
@@ -284,7 +298,9 @@ _Copy: TypeAlias = tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def rotated(invocation: Invocation, operands: LtOperands, device: int, stream: int) -> Iterator[Iterator[LtOperands]]:
+def rotated(
+    invocation: Invocation, operands: LtOperands, device: int, stream: int
+) -> Iterator[Iterator[LtOperands]]:
     """Yield an iterator over copies of ``operands`` with the same alignment; only D if they exceed cache or memory."""
     read = ["first", "second"]
     if operands.beta:
@@ -321,7 +337,9 @@ def rotated(invocation: Invocation, operands: LtOperands, device: int, stream: i
         yield map(moved, itertools.cycle(starts))
 
 
-def _set_layout(invocation: Invocation, operands: LtOperands, names: list[str]) -> tuple[dict[str, _Copy], int]:
+def _set_layout(
+    invocation: Invocation, operands: LtOperands, names: list[str]
+) -> tuple[dict[str, _Copy], int]:
     """Return the layout of a set of copies of these operands, and its size."""
     call = invocation.call
     layout = {}

@@ -14,7 +14,13 @@ from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.steps import Addresses, queue_all
-from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
+from lowprec.backends.interface import (
+    AlgorithmTiming,
+    Arguments,
+    ExecutionInfo,
+    Executor,
+    Stopwatch,
+)
 from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
@@ -83,11 +89,21 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
         call = executor.lowered(arguments).call
     rows = [("algorithm", info.text), ("units", info.units_text)]
     rows += [("failed", error) for error in invocation.failures.values()]
-    if plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32 and info.uses_tensor_cores is False:
-        rows.append(("note", "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"))
+    if (
+        plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
+        and info.uses_tensor_cores is False
+    ):
+        rows.append(
+            (
+                "note",
+                "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores",
+            )
+        )
     fallback = executor.fallback
     if not fallback and call != plan.call:
-        fallback = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
+        fallback = (
+            "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
+        )
     rows += [("fallback", reason) for reason in (fallback, sparse) if reason]
     return tuple(rows)
 
@@ -115,7 +131,9 @@ def tune(
         return ()
     with runtime.on_device(arguments.a.device.index):
         timings = []
-        for x in execute.use(arguments, lambda lowered: lowered.tune(arguments, candidates, progress)):
+        for x in execute.use(
+            arguments, lambda lowered: lowered.tune(arguments, candidates, progress)
+        ):
             text = bindings.describe_algorithm(x.algorithm).text
             timings.append(AlgorithmTiming(x.rank, x.median_ms, text))
         return tuple(timings)

@@ -121,7 +121,9 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
     return descriptor
 
 
-def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
+def preference(
+    workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]
+) -> Descriptor:
     """Return all constraints of a search; the defaults are a workspace of 0 and pointers aligned to 256 bytes."""
     schemes = libraries().cublas_lt.ReductionScheme
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
@@ -151,7 +153,9 @@ class MatmulDescriptors(NamedTuple):
         return tuple(x.pointer for x in self)
 
 
-def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int) -> tuple[Algorithm, ...]:
+def heuristics(
+    handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int
+) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; may be empty."""
     cublas_lt = libraries().cublas_lt
     results = cublas_lt.MatmulHeuristicResult(count)
@@ -178,7 +182,9 @@ def _supported(results: Any, count: int) -> tuple[Algorithm, ...]:
     return tuple(found)
 
 
-def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: bytes) -> Algorithm | None:
+def check_algorithm(
+    handle: int, descriptors: MatmulDescriptors, algorithm: bytes
+) -> Algorithm | None:
     """Return a stored algorithm if it can run this product on this device, None if it cannot."""
     cublas_lt = libraries().cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:

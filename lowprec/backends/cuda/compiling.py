@@ -184,5 +184,7 @@ def _compiled(core: Any, arch: str, name: str, source: str) -> bytes:
         code = core.Program(source, "c++", options).compile("cubin").code
     except Exception as error:
         log = "\n".join(str(error).splitlines()[:_LOG_LINES])
-        raise BackendError(f"kernel {name} was not compiled for {arch}: {log}\n{_NEEDS_NVRTC}") from error
+        raise BackendError(
+            f"kernel {name} was not compiled for {arch}: {log}\n{_NEEDS_NVRTC}"
+        ) from error
     return bytes(code)

@@ -93,7 +93,9 @@ class CublasController:
     module = "lowprec.backends.cuda.cublas"
     tier = Tier.PROCESS
     switches: Mapping[str, str] = MappingProxyType(
-        {"math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"}
+        {
+            "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
+        }
     )
     modes = tuple(_MATH)
 

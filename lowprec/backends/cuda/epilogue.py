@@ -11,7 +11,14 @@ from itertools import chain
 
 from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, Launch, Macros
 from lowprec.backends.cuda.libraries import cached
-from lowprec.backends.cuda.steps import LaunchBatch, Step, are_multiples, batch_dimensions, kernel_step, launch_batches
+from lowprec.backends.cuda.steps import (
+    LaunchBatch,
+    Step,
+    are_multiples,
+    batch_dimensions,
+    kernel_step,
+    launch_batches,
+)
 from lowprec.formats import DType
 from lowprec.planning import ACTIVATIONS, Activation, MatrixStack, OperandSpec
 from lowprec.planning.cublaslt.calls import STEP_BYTES
@@ -58,7 +65,9 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     per_column = int(spec.bias is not None or spec.is_scaled)
     step = (spec.product_rows or out.rows) * spec.leading_dimension
     product_strides = contiguous_strides(out.batch_shape, step)
-    batch = batch_dimensions(out.batch_shape, product_strides, out.batch_strides, c.batch_strides, none)
+    batch = batch_dimensions(
+        out.batch_shape, product_strides, out.batch_strides, c.batch_strides, none
+    )
     rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c.row_stride, 0))
     cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride, per_column))
     if spec.is_scaled:  # exponents and factors are indexed by matrix, row and column
@@ -75,7 +84,9 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     return batch, rows, cols
 
 
-def _kernel(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int) -> Step:
+def _kernel(
+    spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int
+) -> Step:
     """Return the kernel for the batch of one launch, by the alignment of the pointers."""
     itemsizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
     vector = max(1, STEP_BYTES // min(itemsizes))
@@ -146,7 +157,9 @@ def _definitions(spec: Epilogue, vector: int) -> Macros:
     return definitions
 
 
-def _constants(spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, c_aligned: int) -> list[int]:
+def _constants(
+    spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, c_aligned: int
+) -> list[int]:
     row_count, (product_row, out_row, c_row, _) = rows
     col_count, (_, out_col, c_col, _) = cols
     product, out, c, _ = batch.strides
@@ -172,7 +185,9 @@ def prepare_recomputing(
     shape.
     """
     dtypes = (dtype, a.dtype, b.dtype)
-    definitions: Macros = dict(zip(("PRODUCT", "A", "B"), map(ELEMENT.__getitem__, dtypes), strict=True))
+    definitions: Macros = dict(
+        zip(("PRODUCT", "A", "B"), map(ELEMENT.__getitem__, dtypes), strict=True)
+    )
     product_strides = contiguous_strides(a.batch_shape, a.rows * leading_dimension)
     dimensions = batch_dimensions(a.batch_shape, product_strides, a.batch_strides, b.batch_strides)
     steps: list[Step] = []
@@ -182,7 +197,9 @@ def prepare_recomputing(
         constants += [batch.matrices, *batch.extents]
         constants += chain.from_iterable(batch.strides)
         blocks = -(-batch.matrices * a.rows * b.cols // THREADS)
-        launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (THREADS,), "3Q", constants)
+        launch = Launch(
+            "recompute", "recompute.cu", definitions, device, blocks, (THREADS,), "3Q", constants
+        )
         arrays = zip(("product", "a", "b"), batch.offsets, dtypes, strict=True)
         used = [(name, at * x.itemsize) for name, at, x in arrays]
         steps.append(kernel_step(used, [launch]))

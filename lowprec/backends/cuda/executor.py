@@ -31,9 +31,15 @@ _CUBLAS_OF_CUDA_13 = 130000
 _LOWERINGS: tuple[tuple[dict[str, bool], str], ...] = (
     ({}, ""),
     ({"fuse": False}, "a kernel applies the epilogue to a staged product"),
-    ({"fuse": False, "pad_rows": True}, "rows are padded, and a kernel applies the epilogue to a staged product"),
+    (
+        {"fuse": False, "pad_rows": True},
+        "rows are padded, and a kernel applies the epilogue to a staged product",
+    ),
     ({"widen": True}, "block-scaled operands are widened"),
-    ({"widen": True, "fuse": False}, "block-scaled operands are widened, and a kernel applies the epilogue"),
+    (
+        {"widen": True, "fuse": False},
+        "block-scaled operands are widened, and a kernel applies the epilogue",
+    ),
 )
 
 
@@ -58,7 +64,9 @@ class GemmExecutor:
         self.last = threading.local()
         self._lowered: dict[tuple[bool, int], LoweredPlan] = {}
         self._refusal = _refusal(plan)
-        self._reads_k_contiguous = plan.problem.has_blocks or reads_k_contiguous(plan.multiplied_dtype)
+        self._reads_k_contiguous = plan.problem.has_blocks or reads_k_contiguous(
+            plan.multiplied_dtype
+        )
         #: The product of calls of which only the addresses of ``a``, ``b`` and the result vary.
         self._plain: Multiply | None = None
 

@@ -34,7 +34,9 @@ class HandlePool:
     ``reset`` sets the initial state of a handle, which may be that of a finished thread.
     """
 
-    def __init__(self, create: Callable[[], int], reset: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, create: Callable[[], int], reset: Callable[[int], None] | None = None
+    ) -> None:
         self._create = create
         self._reset = reset
         #: All handles, in order of creation, with their devices.

@@ -33,7 +33,10 @@ NO_WORKSPACE = (0, 0)
 _POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
 
 #: Fixed-point emulation with as many mantissa bits as the data need for the accuracy of FP64, or else native FP64.
-_FIXED_POINT = {"FIXEDPOINT_MANTISSA_CONTROL": 0, "FIXEDPOINT_MAX_MANTISSA_BIT_COUNT": MANTISSA_BITS}
+_FIXED_POINT = {
+    "FIXEDPOINT_MANTISSA_CONTROL": 0,
+    "FIXEDPOINT_MAX_MANTISSA_BIT_COUNT": MANTISSA_BITS,
+}
 
 #: ``cublasOperation_t``.
 OPERATIONS = {"N": 0, "T": 1}
@@ -143,7 +146,9 @@ class Invocation:
         with bindings.translated(f"describe the algorithm of {self._product}"):
             return bindings.describe_algorithm(self.algorithm)
 
-    def run(self, handle: int, stream: int, operands: LtOperands, workspace: Workspace = NO_WORKSPACE) -> None:
+    def run(
+        self, handle: int, stream: int, operands: LtOperands, workspace: Workspace = NO_WORKSPACE
+    ) -> None:
         """Queue the product; alpha and beta are read before this returns."""
         scale_dtype = self.call.scale_dtype
         alpha = number(operands.alpha, scale_dtype)
@@ -188,7 +193,9 @@ class Invocation:
         address, nbytes = workspace
         if nbytes < needed_bytes:
             with memory.temporary(needed_bytes, self._device, stream) as address:
-                self.queue(handle, stream, alpha, beta, pointers, (address, needed_bytes), operation)
+                self.queue(
+                    handle, stream, alpha, beta, pointers, (address, needed_bytes), operation
+                )
             return
         shared, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries().cublas_lt.matmul

@@ -86,9 +86,12 @@ def _load() -> Libraries:
         ) from error
     status, count = modules.runtime.cudaGetDeviceCount()
     if status != modules.runtime.cudaError_t.cudaSuccess or not count:
-        raise DeviceError(f"{_no_device(modules.runtime, status)}, or keep the arrays in host memory")
+        raise DeviceError(
+            f"{_no_device(modules.runtime, status)}, or keep the arrays in host memory"
+        )
     try:
-        version = int(modules.cublas_lt.get_version())  # the bindings load cuBLASLt at the first call of a function
+        # the bindings load cuBLASLt at the first call of a function
+        version = int(modules.cublas_lt.get_version())
     except Exception as error:
         raise BackendError(f"cuBLASLt cannot be loaded: {error}; {_INSTALL}") from error
     if version < _OLDEST_CUBLAS:

@@ -36,7 +36,9 @@ from lowprec.planning.stored import sparse_reason
 class Multiply:
     """A product of the schedule, or the part of its batch that cuBLASLt multiplies in equal calls."""
 
-    def __init__(self, plan: GemmPlan, device: int, whole: CublasLtCall, product: PartProduct, is_alone: bool) -> None:
+    def __init__(
+        self, plan: GemmPlan, device: int, whole: CublasLtCall, product: PartProduct, is_alone: bool
+    ) -> None:
         self._plan = plan
         self._device = device
         #: Whether only the addresses of operands and result vary.
@@ -164,7 +166,9 @@ def _length(whole: CublasLtCall, product: PartProduct) -> int:
 class LoweredPlan:
     """A plan as steps: packing, the products by calls of cuBLASLt, and the epilogue."""
 
-    def __init__(self, plan: GemmPlan, device: int, aligned: bool, options: Mapping[str, bool]) -> None:
+    def __init__(
+        self, plan: GemmPlan, device: int, aligned: bool, options: Mapping[str, bool]
+    ) -> None:
         call = plan.call
         if call is not None and (options or not aligned):
             call = lower(plan, aligned=aligned, **options)
@@ -280,7 +284,8 @@ class LoweredPlan:
             except UnsupportedError as error:
                 if last is None or self._staging is not None:
                     raise
-                raise BackendError(str(error)) from error  # c may be the result, a part of which is written
+                # c may be the result, a part of which is written
+                raise BackendError(str(error)) from error
             if isinstance(last, Invocation):
                 self._workspace_bytes = max(self._workspace_bytes, last.algorithm.workspace_bytes)
         return last
@@ -308,11 +313,16 @@ class LoweredPlan:
         with self._reads(arguments) as numbers:
             return self.products[0].first_invocation(self._addresses(numbers), numbers.stream)
 
-    def tune(self, arguments: Arguments, candidates: int, progress: Progress | None) -> tuple[Measured, ...]:
+    def tune(
+        self, arguments: Arguments, candidates: int, progress: Progress | None
+    ) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
         stream = arguments.stream
         nbytes = self._staging.nbytes if self._staging else 0
-        with self._reads(arguments) as numbers, memory.temporary(nbytes, self._device, stream) as block:
+        with (
+            self._reads(arguments) as numbers,
+            memory.temporary(nbytes, self._device, stream) as block,
+        ):
             addresses = self._addresses(numbers)
             if self._staging is not None:
                 addresses = self._staging.queue_packing(block, addresses, stream, {})

@@ -166,7 +166,8 @@ class _Pool:
                 if block[-1] & captured:
                     self.note(block)
                 else:
-                    with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
+                    # the next call raises the error of a lost device
+                    with contextlib.suppress(BackendError):
                         runtime.free(block[0])
 
     def _wait_for(self, streams: set[int]) -> set[int]:
@@ -334,7 +335,9 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
         return
     with runtime.on_device(device.index):
         captured = {x != LEGACY_STREAM and runtime.is_capturing(x) for x in streams}
-        ends = len(captured) > 1 or (LEGACY_STREAM in streams and runtime.is_capturing(LEGACY_STREAM))
+        ends = len(captured) > 1 or (
+            LEGACY_STREAM in streams and runtime.is_capturing(LEGACY_STREAM)
+        )
     if ends:
         raise BackendError(
             "this would invalidate the capture of a CUDA graph: it orders streams of several libraries, or the legacy "

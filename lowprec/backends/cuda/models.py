@@ -73,7 +73,12 @@ def present(device: DeviceProperties, cublas_version: int = 0) -> Capabilities:
     capability = device.capability
     if model and device.clock_khz:
         # Cards of a model differ in clocks and multiprocessors (PCIe).
-        share = device.multiprocessors * device.clock_khz / 1e3 / (model.multiprocessors * model.clock_mhz)
+        share = (
+            device.multiprocessors
+            * device.clock_khz
+            / 1e3
+            / (model.multiprocessors * model.clock_mhz)
+        )
         peaks = tuple((fmt, rate * share) for fmt, rate in model.peak_tflops.items())
     return Capabilities(
         device=f"cuda:{device.index}",

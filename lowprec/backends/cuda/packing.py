@@ -88,7 +88,9 @@ def _shape(packing: Packing) -> _Shape:
         col_stride = 1
     source_bytes = source.dtype.itemsize
     out_bytes = packing.dtype.itemsize * elements
-    return _Shape(batch, rows, cols, row_stride, col_stride, out_rows, out_cols, source_bytes, out_bytes)
+    return _Shape(
+        batch, rows, cols, row_stride, col_stride, out_rows, out_cols, source_bytes, out_bytes
+    )
 
 
 @cached
@@ -111,7 +113,9 @@ def prepare_packing(packing: Packing, device: int, operand: str = "a") -> tuple[
     return tuple(steps)
 
 
-def _arrays(packing: Packing, shape: _Shape, batch: LaunchBatch, operand: str) -> tuple[Used, tuple[int, int, int]]:
+def _arrays(
+    packing: Packing, shape: _Shape, batch: LaunchBatch, operand: str
+) -> tuple[Used, tuple[int, int, int]]:
     """Return source, target and exponents of a batch, and the strides between lines, matrices and parts of the target.
 
     Strides are in numbers of the source.
@@ -235,7 +239,9 @@ def _by_tiles(
     return steps
 
 
-def _prepare_quantizing(packing: Packing, rule: Rule, device: int, operand: str) -> tuple[Step, ...]:
+def _prepare_quantizing(
+    packing: Packing, rule: Rule, device: int, operand: str
+) -> tuple[Step, ...]:
     """Return the steps of the quantising packing on ``device``, which must be current."""
     source = packing.source
     shape = (*source.batch_shape, 1, 1)
@@ -287,7 +293,9 @@ def _quantizing_macros(packing: Packing, rule: Rule, seeks: bool, loads: int) ->
     }
 
 
-def _quantizing(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, operand: str, seeks: bool) -> Step:
+def _quantizing(
+    packing: Packing, rule: Rule, batch: LaunchBatch, device: int, operand: str, seeks: bool
+) -> Step:
     """Return the kernel for the matrices of a launch."""
     source = packing.source
     out_rows = packing.padded_rows
@@ -313,7 +321,17 @@ def _quantizing(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, o
             *batch.strides[1],
         ]
         definitions = _quantizing_macros(packing, rule, seeks, loads)
-        return Launch("quantize", "quantize.cu", definitions, device, tiles, _TILE_BLOCK, "5Q", constants, masks)
+        return Launch(
+            "quantize",
+            "quantize.cu",
+            definitions,
+            device,
+            tiles,
+            _TILE_BLOCK,
+            "5Q",
+            constants,
+            masks,
+        )
 
     mask = STEP_BYTES - 1
     along_vectors = int(0 < abs(source.row_stride) < abs(source.col_stride))

@@ -113,7 +113,8 @@ def relaxed_capture() -> Iterator[None]:
     try:
         yield
     finally:
-        libraries().runtime.cudaThreadExchangeStreamCaptureMode(mode)  # an error is one of earlier work
+        # an error is one of earlier work
+        libraries().runtime.cudaThreadExchangeStreamCaptureMode(mode)
 
 
 def create_pool(device: int, keeps_bytes: int) -> Any:

@@ -45,7 +45,9 @@ def _translated(doing: str) -> Iterator[None]:
         if status is None:
             remedy = "install lowprec with its extra sparse13 (sparse12 for CUDA 12)"
             raise UnsupportedError(f"cuSPARSELt cannot be loaded: {error}; {remedy}") from error
-        raise _ERRORS.get(int(status), BackendError)(f"cuSPARSELt cannot {doing}: {error}") from error
+        raise _ERRORS.get(int(status), BackendError)(
+            f"cuSPARSELt cannot {doing}: {error}"
+        ) from error
 
 
 @_translated("create a handle")
@@ -79,12 +81,16 @@ class SparseProduct:
         if bias:
             value = np.array([bias], np.uintp)
             attribute = int(lt.MatmulDescAttribute.BIAS_POINTER)
-            lt.matmul_desc_set_attribute(handle, product.pointer, attribute, value.ctypes.data, value.nbytes)
+            lt.matmul_desc_set_attribute(
+                handle, product.pointer, attribute, value.ctypes.data, value.nbytes
+            )
         chosen = create("matmul_alg_selection", product.pointer, int(lt.MatmulAlg.DEFAULT))
         self._plan = create("matmul_plan", product.pointer, chosen.pointer)
         self._used = (a, d, product, chosen)  # the plan may refer to them
         self._workspace_bytes = int(lt.matmul_get_workspace(handle, self._plan.pointer))
-        self.compressed_bytes, self._buffer_bytes = lt.sp_mma_compressed_size2(handle, self._b.pointer)
+        self.compressed_bytes, self._buffer_bytes = lt.sp_mma_compressed_size2(
+            handle, self._b.pointer
+        )
         version = ".".join(map(str, map(lt.get_property, range(3))))
         text = f"cuSPARSELt {version}, its default algorithm, workspace {self._workspace_bytes} B"
         self.info = SimpleNamespace(text=text, uses_tensor_cores=True)
@@ -147,7 +153,10 @@ def _stored(x: LtMatrix) -> tuple[int, ...]:
 def _temporary(nbytes: int, stream: int) -> Iterator[tuple[int, int]]:
     """Yield the address of temporary memory, and the stream for the library's work."""
     device = runtime.current_device()
-    with memory.temporary(nbytes, device, stream) as address, handles.library_stream(device, stream) as queue:
+    with (
+        memory.temporary(nbytes, device, stream) as address,
+        handles.library_stream(device, stream) as queue,
+    ):
         yield address, queue
 
 
@@ -155,7 +164,9 @@ def _temporary(nbytes: int, stream: int) -> Iterator[tuple[int, int]]:
 _product = cached(SparseProduct)
 
 
-def prepared_product(call: CublasLtCall, arguments: Arguments, addresses: Addresses) -> tuple[SparseProduct, int] | str:
+def prepared_product(
+    call: CublasLtCall, arguments: Arguments, addresses: Addresses
+) -> tuple[SparseProduct, int] | str:
     """Return the product and the address of the compressed ``b``, or the reason for a dense product.
 
     The pointers' alignment is such a reason. Raise UnsupportedError where cuSPARSELt does not support the product.
@@ -163,10 +174,14 @@ def prepared_product(call: CublasLtCall, arguments: Arguments, addresses: Addres
     stream = arguments.stream
     bias = addresses.bias if "BIAS" in call.epilogue else 0
     if any(address % STEP_BYTES for address in addresses[:5]):
-        return f"cuSPARSELt needs pointers that are multiples of {STEP_BYTES} bytes: a dense product"
+        return (
+            f"cuSPARSELt needs pointers that are multiples of {STEP_BYTES} bytes: a dense product"
+        )
     handle = _pool.handle(arguments.a.device.index, stream)
     product = _product(call, handle, bias)
     compress = partial(product.compress, addresses.b, stream)
     key = (TWO_OF_FOUR, call.first, call.op_first, addresses.b)
-    block = packed_block(arguments.b, key, product.compressed_bytes, stream, compress, "the compressed b")
+    block = packed_block(
+        arguments.b, key, product.compressed_bytes, stream, compress, "the compressed b"
+    )
     return product, block.address

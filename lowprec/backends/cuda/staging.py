@@ -147,7 +147,9 @@ class Staging:
             kept["lt_scales_b"] = block.address + start + EXPONENT_BYTES * pack.factor_words
         return kept
 
-    def queue_packing(self, block: int, addresses: Addresses, stream: int, kept_b: dict[str, Any]) -> Addresses:
+    def queue_packing(
+        self, block: int, addresses: Addresses, stream: int, kept_b: dict[str, Any]
+    ) -> Addresses:
         """Queue the steps before the multiplication, and return its addresses."""
         starts: dict[str, Any] = {name: block + start for name, start in self._starts.items()}
         addresses = addresses._replace(**starts | kept_b)

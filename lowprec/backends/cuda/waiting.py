@@ -44,7 +44,8 @@ class Waiter:
         if self._wakes.empty():
             self._wakes.put(None)
         if not self._is_started:
-            with contextlib.suppress(RuntimeError):  # too many threads, or the interpreter is exiting
+            # too many threads, or the interpreter is exiting
+            with contextlib.suppress(RuntimeError):
                 # Without the locks of the threading module, which a signal handler could find held.
                 _thread.start_new_thread(self._run, (self._wakes, self._looking))
                 self._is_started = True  # a second thread is harmless

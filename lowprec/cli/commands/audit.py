@@ -27,10 +27,18 @@ Exit code with --require: 1 if an operation is below this precision.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help=f"of {', '.join(LIBRARIES)} (default: all)")
-    parser.add_argument("--require", choices=PRECISIONS, metavar="PRECISION", help=f"one of {', '.join(PRECISIONS)}")
     parser.add_argument(
-        "--sizes", type=listed(count), default=SIZES, metavar="N,...", help="extents (default: 16, 512, 1024)"
+        "libraries", nargs="*", metavar="LIBRARY", help=f"of {', '.join(LIBRARIES)} (default: all)"
+    )
+    parser.add_argument(
+        "--require", choices=PRECISIONS, metavar="PRECISION", help=f"one of {', '.join(PRECISIONS)}"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=listed(count),
+        default=SIZES,
+        metavar="N,...",
+        help="extents (default: 16, 512, 1024)",
     )
     add_shared(parser, "--json")
 

@@ -50,7 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="shapes of the operands on the GPU, pair after pair; leading dimensions are a batch",
     )
     parser.add_argument(
-        "--dtype", type=dtype, default=DType.FLOAT32, help="element type of the operands (default: float32)"
+        "--dtype",
+        type=dtype,
+        default=DType.FLOAT32,
+        help="element type of the operands (default: float32)",
     )
     add_shared(parser, "--mode")
     parser.add_argument(
@@ -100,7 +103,10 @@ def run(options: argparse.Namespace) -> int:
         headings = (
             "product", "operands", "mode", ">measured", ">first choice", ">chosen", ">speed-up", "algorithm",
         )  # fmt: skip
-        rows = [(_product(a, b), str(element), mode or "-", *_cells(result)) for a, b, mode, result in results]
+        rows = [
+            (_product(a, b), str(element), mode or "-", *_cells(result))
+            for a, b, mode, result in results
+        ]
         print_tables([Table(f"products on {result.device}", headings, rows)])
     return 0
 
@@ -159,4 +165,6 @@ def _maker() -> Callable[[Shape, DType, np.random.Generator], Any]:
         if library.cuda.is_available():
             return functools.partial(make, library)
         reasons.append(f"{name} sees no GPU")
-    raise CommandError(f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}")
+    raise CommandError(
+        f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}"
+    )

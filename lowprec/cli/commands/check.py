@@ -70,7 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"extents of the random operands (default: {_SIZE})",
     )
     add_shared(parser, "--seed")
-    parser.add_argument("--modes", type=_modes, metavar="MODE,...", help="modes to compare with fp32 (default: all)")
+    parser.add_argument(
+        "--modes", type=_modes, metavar="MODE,...", help="modes to compare with fp32 (default: all)"
+    )
     names = [*DISTRIBUTIONS, "all"]
     parser.add_argument(
         "--distribution",
@@ -78,7 +80,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of the random operands: {', '.join(names)} (default: normal)",
     )
-    parser.add_argument("--all", action="store_true", help="show every mode, and all distributions of random operands")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="show every mode, and all distributions of random operands",
+    )
     add_shared(parser, "--dtype")
     parser.add_argument(
         "--rounds",

@@ -24,7 +24,9 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="list the variables that are not set, too")
+    parser.add_argument(
+        "--all", action="store_true", help="list the variables that are not set, too"
+    )
     add_shared(parser, "--json")
 
 

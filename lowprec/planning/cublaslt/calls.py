@@ -63,8 +63,10 @@ class Packing:
     #: Rounds each row, a vector along k, to codes with scales instead. With ``scaled`` the scales are written where the
     #: exponents are, a float32 number for each row or as a mode of cuBLASLt has them; otherwise they are multiplied in.
     rule: Rule | None = None
-    scale_mode: str = ""  # name in ``cublasLtMatmulMatrixScale_t``; empty if a kernel applies the scales
-    numbers: tuple[int, ...] = ()  # strides of the batch, not 0 where random numbers differ; by default the source's
+    # name in ``cublasLtMatmulMatrixScale_t``; empty if a kernel applies the scales
+    scale_mode: str = ""
+    # strides of the batch, not 0 where random numbers differ; by default the source's
+    numbers: tuple[int, ...] = ()
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
 
     @property
@@ -176,7 +178,9 @@ class LtMatrix:
     def nbytes(self, elements: int) -> int:
         return elements * (self.codes or self.dtype).bits // 8
 
-    def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
+    def range_of(
+        self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int
+    ) -> tuple[LtMatrix, int]:
         """Return the submatrix for a range of the inner dimension, which is ``inner`` after ``op``; and its offset."""
         if op == "T":
             inner = "cols" if inner == "rows" else "rows"
@@ -201,11 +205,13 @@ class CublasLtCall:
     d: LtMatrix
     c: LtMatrix | None  # the addend, if cuBLASLt adds it
     batch_count: int
-    offsets: tuple[tuple[int, int, int, int], ...]  # per call, of first, second, c (or d) and d, in elements
+    # per call, of first, second, c (or d) and d, in elements
+    offsets: tuple[tuple[int, int, int, int], ...]
     epilogue: str  # name in cublasLtEpilogue_t
     pack_a: Packing | None
     pack_b: Packing | None
-    staged: tuple[Reason, ...]  # reasons to write the product to temporary memory first; empty if D is the result
+    # reasons to write the product to temporary memory first; empty if D is the result
+    staged: tuple[Reason, ...]
     rest: CublasLtCall | None = None  # the last matrices of a batch, if their number differs
 
     @property

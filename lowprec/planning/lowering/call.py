@@ -13,7 +13,14 @@ from dataclasses import replace
 
 from lowprec.formats import BlockFormat, DType
 from lowprec.planning.activations import ACTIVATIONS
-from lowprec.planning.cublaslt.calls import STEP_BYTES, CublasLtCall, LtMatrix, Op, Packing, split_batches
+from lowprec.planning.cublaslt.calls import (
+    STEP_BYTES,
+    CublasLtCall,
+    LtMatrix,
+    Op,
+    Packing,
+    split_batches,
+)
 from lowprec.planning.layout import MatrixStack, OperandSpec
 from lowprec.planning.lowering.inputs import Inputs, inputs_of, padded
 from lowprec.planning.lowering.operands import lowered_operand
@@ -27,7 +34,12 @@ _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
 
 def lower(
-    plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False, widen: bool = False
+    plan: GemmPlan,
+    *,
+    aligned: bool = True,
+    fuse: bool = True,
+    pad_rows: bool = False,
+    widen: bool = False,
 ) -> CublasLtCall:
     """Return the arguments of cuBLASLt for a plan with a non-empty result and ``k`` > 0.
 
@@ -122,7 +134,9 @@ def _result(inputs: Inputs) -> MatrixStack:
     # A complex number is two real ones side by side.
     leading = 2 * (out.leading_dimension or 1)
     strides = tuple(2 * s for s in out.batch_strides)
-    return MatrixStack(DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading)
+    return MatrixStack(
+        DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading
+    )
 
 
 def _temporary(inputs: Inputs, pack_b: Packing | None) -> MatrixStack:
@@ -137,7 +151,9 @@ def _temporary(inputs: Inputs, pack_b: Packing | None) -> MatrixStack:
     return MatrixStack(inputs.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
-def _reasons_to_stage(inputs: Inputs, pack_a: Packing | None, pack_b: Packing | None) -> Iterator[Reason]:
+def _reasons_to_stage(
+    inputs: Inputs, pack_a: Packing | None, pack_b: Packing | None
+) -> Iterator[Reason]:
     """Yield the reasons for which cuBLASLt cannot write the result itself."""
     problem = inputs.problem
     out = inputs.layout.out
@@ -189,7 +205,9 @@ def _reasons_of_epilogue(inputs: Inputs) -> Iterator[Reason]:
         yield Reason.of(ReasonKind.BIAS_NOT_FUSED)
     activation = problem.activation
     if activation and (not ACTIVATIONS[activation].fused or inputs.plan.out_dtype not in _FUSES):
-        yield Reason.of(ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=inputs.plan.out_dtype)
+        yield Reason.of(
+            ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=inputs.plan.out_dtype
+        )
 
 
 def _fuses_bias(inputs: Inputs, bias: OperandSpec) -> bool:

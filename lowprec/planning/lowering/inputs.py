@@ -94,7 +94,8 @@ class Inputs(NamedTuple):
     rows: int  # of the product
     aligned: bool
     addend: MatrixStack | None
-    codes: BlockFormat | None  # of block-scaled operands, or of operands that are quantised to NVFP4
+    # of block-scaled operands, or of operands that are quantised to NVFP4
+    codes: BlockFormat | None
     scale_modes: tuple[str, str] | None  # of ``a`` and ``b`` that are quantised to FP8
 
     def rule(self, name: Name) -> Rule | None:
@@ -153,4 +154,17 @@ def inputs_of(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> Inp
         summed_in = DType.FLOAT32
     else:
         summed_in = DType.INT32 if data is DType.INT8 else plan.accumulator
-    return Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes, modes)
+    return Inputs(
+        plan,
+        problem,
+        layout,
+        data,
+        summed_in,
+        as_real,
+        k_contiguous,
+        rows,
+        aligned,
+        c,
+        codes,
+        modes,
+    )

@@ -8,7 +8,14 @@ from lowprec.formats import BlockFormat, DType
 from lowprec.modes import row
 from lowprec.planning.cublaslt.calls import PACKED, STEP_BYTES, ComplexAs, Packing
 from lowprec.planning.layout import MatrixStack, stacked_layout
-from lowprec.planning.lowering.inputs import BLOCKED_K_STEP, Inputs, Name, multiple, padded, reads_k_contiguous
+from lowprec.planning.lowering.inputs import (
+    BLOCKED_K_STEP,
+    Inputs,
+    Name,
+    multiple,
+    padded,
+    reads_k_contiguous,
+)
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.recipes import Rule
 from lowprec.util.strides import contiguous_strides
@@ -64,7 +71,11 @@ def _codes(inputs: Inputs, fmt: BlockFormat, name: Name) -> tuple[MatrixStack, P
         packing, _ = _pack(inputs, stack, name, reason, 1)
         rows = padded(rows, DType.INT8)
         packing = replace(
-            packing, dtype=DType.INT8, leading_dimension=k // 2, padded_rows=rows, scale_mode=fmt.scale_mode
+            packing,
+            dtype=DType.INT8,
+            leading_dimension=k // 2,
+            padded_rows=rows,
+            scale_mode=fmt.scale_mode,
         )
     elif k != stored:
         source = MatrixStack.of(DType.INT8, rows, stored, stored, 1)
@@ -103,7 +114,9 @@ def _reason_to_pack(inputs: Inputs, stack: MatrixStack, name: Name, parts: int) 
     return None
 
 
-def _pack(inputs: Inputs, stack: MatrixStack, name: Name, reason: Reason, parts: int) -> tuple[Packing, bool]:
+def _pack(
+    inputs: Inputs, stack: MatrixStack, name: Name, reason: Reason, parts: int
+) -> tuple[Packing, bool]:
     """Return the packing of an operand, and whether it is transposed."""
     rule = inputs.rule(name)
     scale_mode = ""
@@ -156,7 +169,12 @@ def _pack(inputs: Inputs, stack: MatrixStack, name: Name, reason: Reason, parts:
 def _numbers(inputs: Inputs, stack: MatrixStack, name: Name) -> tuple[int, ...]:
     """Return strides of the batch that are not 0 along axes of the array, each number of which has own random bits."""
     rule = inputs.rule(name)
-    if not stack.batch_strides or rule is None or not rule.is_stochastic or not inputs.plan.quantized:
+    if (
+        not stack.batch_strides
+        or rule is None
+        or not rule.is_stochastic
+        or not inputs.plan.quantized
+    ):
         return stack.batch_strides
     rounded = inputs.plan.quantized.inner.problem
     layout = stacked_layout(rounded.a, rounded.b)

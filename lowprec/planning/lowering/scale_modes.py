@@ -24,7 +24,12 @@ def scale_modes(
     None if FP8 units do not multiply these operands.
     """
     a, b = rules
-    if a is None or b is None or capability is None or not tensor_cores_multiply("float8_e4m3fn", capability):
+    if (
+        a is None
+        or b is None
+        or capability is None
+        or not tensor_cores_multiply("float8_e4m3fn", capability)
+    ):
         return None
     elements = {a.elements, b.elements}
     if not elements <= {"e4m3", "e5m2"} or elements == {"e5m2"}:
@@ -38,7 +43,13 @@ def scale_modes(
         return ("", "")
     scales = {a.block_scale, b.block_scale}
     is_weight = b.block[0] > 1
-    if scales == {"float32"} and is_weight and capability == _HOPPER and is_single and not layout.m % _FLOAT_STEP:
+    if (
+        scales == {"float32"}
+        and is_weight
+        and capability == _HOPPER
+        and is_single
+        and not layout.m % _FLOAT_STEP
+    ):
         return "VEC128_32F", "BLK128x128_32F"
     if scales <= {"floor", "rceil", "even"} and capability >= BLOCK_SCALES_SINCE and is_single:
         if layout.m % _BYTE_STEP:
@@ -47,7 +58,9 @@ def scale_modes(
     return None
 
 
-def fp4_units_multiply(rules: tuple[Rule | None, ...], layout: GemmLayout, capability: Capability | None) -> bool:
+def fp4_units_multiply(
+    rules: tuple[Rule | None, ...], layout: GemmLayout, capability: Capability | None
+) -> bool:
     """Whether cuBLASLt multiplies these operands as NVFP4, in mode VEC16_UE4M3; n and k are padded."""
     is_nvfp4 = all(rule is not None and rule.block_scale == "e4m3" for rule in rules)
     fits = layout.batch_count == 1 and not layout.m % _BYTE_STEP

@@ -24,7 +24,9 @@ class JaxController:
     name = "jax"
     module = "jax"
     tier = Tier.THREAD
-    switches: Mapping[str, str] = {_SWITCH: "products and convolutions that are traced in this thread"}
+    switches: Mapping[str, str] = {
+        _SWITCH: "products and convolutions that are traced in this thread"
+    }
     # JAX's precisions, because its algorithms raise an error on devices that lack them.
     _words: Mapping[MathMode, str] = {
         MathMode.FP32: "highest",

@@ -31,7 +31,8 @@ class SwitchController:
 
     name: str
     label: str  # name in messages
-    functions: Mapping[str, tuple[str, str, str]]  # description of each switch, paths of its getter and setter
+    # description of each switch, paths of its getter and setter
+    functions: Mapping[str, tuple[str, str, str]]
     values: Mapping[MathMode, Any]  # value of every switch in each mode
     arguments: tuple[str, ...] = ()  # first arguments of every getter and setter
     tier = Tier.PROCESS
@@ -66,7 +67,9 @@ class SwitchController:
         values = self.save()
         for name, now in values.items():
             if now != value:
-                raise BackendError(f"{self.label} kept {name} = {now!r} when it was set to {value!r}")
+                raise BackendError(
+                    f"{self.label} kept {name} = {now!r} when it was set to {value!r}"
+                )
         return values
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -94,7 +97,13 @@ TENSORFLOW = SwitchController(
 CUPY = SwitchController(
     "cupy",
     "CuPy",
-    {"_core.compute_type('f')": ("float32 and complex64 products", "_core.get_compute_type", "_core.set_compute_type")},
+    {
+        "_core.compute_type('f')": (
+            "float32 and complex64 products",
+            "_core.get_compute_type",
+            "_core.set_compute_type",
+        )
+    },
     # CuPy's COMPUTE_TYPE_DEFAULT, _PEDANTIC and _TF32. Its _BF16 allows bfloat16 and does not promise it.
     {MathMode.FP32: 1, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 7},
     arguments=("f",),
@@ -104,8 +113,16 @@ PADDLE = SwitchController(
     "paddle",
     "Paddle",
     {
-        "base.core.cublas_switch": ("products on CUDA", "base.core.get_cublas_switch", "base.core.set_cublas_switch"),
-        "base.core.cudnn_switch": ("convolutions on CUDA", "base.core.get_cudnn_switch", "base.core.set_cudnn_switch"),
+        "base.core.cublas_switch": (
+            "products on CUDA",
+            "base.core.get_cublas_switch",
+            "base.core.set_cublas_switch",
+        ),
+        "base.core.cudnn_switch": (
+            "convolutions on CUDA",
+            "base.core.get_cudnn_switch",
+            "base.core.set_cudnn_switch",
+        ),
     },
     _ALLOW_TF32,
 )

@@ -205,7 +205,9 @@ def _own_values(do: _Functions, leaves: list[str]) -> list[str]:
     # A backend whose switch is "none" inherits from the switch of all backends. That switch is set to "none" as well
     # for this test, because its value could equal the one that the backend's switch had.
     passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
-    return ["none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)]
+    return [
+        "none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)
+    ]
 
 
 def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:

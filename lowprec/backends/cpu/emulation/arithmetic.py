@@ -12,7 +12,9 @@ from lowprec.planning import KernelRow, Summation
 from lowprec.planning.tensor_cores import Accumulation, accumulation
 
 #: Formats that are emulated, by name.
-FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32, FLOAT8_E4M3FN, FLOAT8_E5M2)}
+FORMATS: dict[str, NumberFormat] = {
+    fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32, FLOAT8_E4M3FN, FLOAT8_E5M2)
+}
 
 
 def formats_of(architecture: Architecture) -> tuple[str, ...]:

@@ -54,7 +54,9 @@ def accumulate(a: Any, b: Any, c: Any, arithmetic: Accumulation) -> None:
     c.view(np.uint32)[np.isnan(c)] = NAN
 
 
-def _accumulate_block(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Accumulation) -> None:
+def _accumulate_block(
+    a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Accumulation
+) -> None:
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):
         inner = slice(first, first + arithmetic.group)
@@ -82,7 +84,9 @@ def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Accumulation) -> Any:
         total += np.trunc(a.values[:, i, None] * b.values[i, :] * scale)
     # Adding +0 removes a -0 from terms that were truncated to zero.
     total = _toward_zero(np.ldexp(total + 0.0, -shift)).astype(np.float32)
-    total.view(np.uint32)[...] &= np.uint32(0xFFFFFFFF << (23 - arithmetic.result_bits) & 0xFFFFFFFF)
+    total.view(np.uint32)[...] &= np.uint32(
+        0xFFFFFFFF << (23 - arithmetic.result_bits) & 0xFFFFFFFF
+    )
     if arithmetic.adds_after:
         total = value.astype(np.float32) + total
     special = np.where(finite, 0, c)

@@ -67,7 +67,9 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    how = "[--mode MODE [--force] [--intercept [--against MODE [--save FILE]]] | --guard] [--profile]"
+    how = (
+        "[--mode MODE [--force] [--intercept [--against MODE [--save FILE]]] | --guard] [--profile]"
+    )
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE | -- COMMAND) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
@@ -76,7 +78,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"math mode of the program ({mode_names()}); with --intercept also rules, PATTERN=MODE,..., or a TOML "
         "file with a table [rules]: patterns of layers, classes, functions or routines",
     )
-    chosen.add_argument("--guard", action="store_true", help="full FP32: a floor for lowprec, and set in the libraries")
+    chosen.add_argument(
+        "--guard",
+        action="store_true",
+        help="full FP32: a floor for lowprec, and set in the libraries",
+    )
     switches = {
         "--force": "with --mode: lowprec keeps the mode and ignores the program's choices",
         "--intercept": "with --mode: the products of PyTorch, JAX and NumPy are lowprec's",
@@ -91,7 +97,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --mode: run the program also in this mode, such as fp32, and show the change of the numbers that it "
         "prints and the errors of its layers; includes --intercept",
     )
-    parser.add_argument("--save", metavar="FILE", help="with --against: write the report to an HTML file, too")
+    parser.add_argument(
+        "--save", metavar="FILE", help="with --against: write the report to an HTML file, too"
+    )
     parser.add_argument(
         "-m",
         dest="module",
@@ -113,7 +121,9 @@ def run(options: argparse.Namespace) -> int:
     rules = options.mode
     guard = options.guard
     if rules is None and not guard and not options.profile:
-        raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
+        raise CommandError(
+            "run: give --mode MODE, --guard or --profile, before the script or the module"
+        )
     _check(options)
     foreign = _command(options)
     command = foreign or python_command(_program(options))
@@ -161,13 +171,17 @@ def _single(rules: Rules, intercepts: bool) -> Mode:
     return first_match(rules, ()) or MathMode.FP32
 
 
-def _run_twice(command: Sequence[str], mode: Mode, rules: Rules, options: argparse.Namespace) -> int:
+def _run_twice(
+    command: Sequence[str], mode: Mode, rules: Rules, options: argparse.Namespace
+) -> int:
     from lowprec.cli.commands.run.against import run_twice
 
     def variables(record: str, is_reference: bool) -> dict[str, str]:
         hooks: dict[str, Any] = {"record": record, "force": options.force}
         if is_reference:
-            return environment.child_environment(STARTUP, options.against, intercept=_json(against), **hooks)
+            return environment.child_environment(
+                STARTUP, options.against, intercept=_json(against), **hooks
+            )
         hooks |= {"against": str(options.against), "profile": options.profile}
         return environment.child_environment(STARTUP, mode, intercept=_json(rules), **hooks)
 
@@ -213,7 +227,8 @@ def _program(options: argparse.Namespace) -> list[str]:
     if script == "-":
         return words
     try:
-        if stat.S_ISREG(os.stat(script).st_mode):  # a pipe is not opened: that would consume its data
+        # a pipe is not opened: that would consume its data
+        if stat.S_ISREG(os.stat(script).st_mode):
             Path(script).open("rb").close()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -265,7 +280,11 @@ def python_command(program: Sequence[str]) -> list[str]:
     """Return the command that runs a program with this interpreter; raise if it ignores the environment."""
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")
-    ignoring = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
+    ignoring = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-S": sys.flags.no_site,
+    }
     for option, is_set in ignoring.items():
         if is_set:
             raise CommandError(

@@ -40,14 +40,18 @@ def run_twice(
         if start is not None:
             os.lseek(0, start, os.SEEK_SET)
         if expected.code:
-            note(f"lowprec run --against: the program in {against} ended with exit code {expected.code}")
+            note(
+                f"lowprec run --against: the program in {against} ended with exit code {expected.code}"
+            )
             return expected.code
         found = _run(command, variables(records[1], False), stdin, shows=True)
         if found.code:
             note(f"lowprec run --against: the program in {mode} ended with exit code {found.code}")
         runs = [read_record(path) for path in reversed(records)]
     if not any(runs):
-        note("lowprec run --against: the program multiplied nothing that lowprec sees, or ended without its last steps")
+        note(
+            "lowprec run --against: the program multiplied nothing that lowprec sees, or ended without its last steps"
+        )
     report = compare_programs(mode, against, runs, found.lines, expected.lines)
     note(report.text(columns()))
     if path is not None:
@@ -68,7 +72,9 @@ def _input() -> tuple[Any, int | None]:
 def _run(command: Sequence[str], variables: Mapping[str, str], stdin: Any, shows: bool) -> _Ended:
     lines: list[str] = []
     try:
-        process = subprocess.Popen(list(command), env=dict(variables), stdin=stdin, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            list(command), env=dict(variables), stdin=stdin, stdout=subprocess.PIPE
+        )
     except OSError as error:
         raise CommandError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
     with process:

@@ -70,8 +70,12 @@ class _Watcher:
         if why is None:
             return
         if self.order == _GUARD:
-            raise ImportError(f"lowprec run --guard cannot hold {name} at full FP32: {why}", name=name)
-        _print(f"lowprec run --mode {self.order} does not reach {name} ({why}); it keeps its own setting")
+            raise ImportError(
+                f"lowprec run --guard cannot hold {name} at full FP32: {why}", name=name
+            )
+        _print(
+            f"lowprec run --mode {self.order} does not reach {name} ({why}); it keeps its own setting"
+        )
 
     def on_path(self, call: "Any", *arguments: "Any") -> "Any":
         """Call with lowprec on the path; return the call's result, or the text of its exception."""
