@@ -15,7 +15,8 @@ from numpy._core import _multiarray_umath  # type: ignore[attr-defined]
 
 from lowprec.core import blas
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import InterceptionReport, LedgerRow, PassedBy
+from lowprec.core.interception_report import InterceptionReport, PassedBy
+from lowprec.core.ledger import LedgerRow
 from lowprec.core.rules import RulesLike
 from lowprec.errors import ModeError
 from lowprec.policy import entries

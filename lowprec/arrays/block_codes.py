@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
+from lowprec.arrays.block_layout import padded
+from lowprec.arrays.block_scales import (
+    BlockScales,
+    block_scales,
+    float_scale,
+    power_of_two,
+    unfolded,
+)
 from lowprec.arrays.namespaces import cast, converted
 from lowprec.arrays.narrow_numbers import (
-    HIDDEN,
     INFINITY,
-    OVERFLOW,
     magnitudes,
     nearest_codes,
     numbers_of,
@@ -34,21 +40,6 @@ from lowprec.formats import (
 )
 from lowprec.recipes import Rule
 from lowprec.util.strides import Shape
-
-
-class _Scales(NamedTuple):
-    """Scales of blocks: codes or float32 numbers, and the factors before and after rounding."""
-
-    stored: Any
-    divisors: Any  # or reciprocals, which are normal numbers, of powers of two
-    multipliers: Any
-    usable: Any  # whether the codes of the block are not all 0
-    inverted: bool = False
-
-    def quotients(self, x: Any, divisors: Any) -> Any:
-        if self.inverted:
-            return x * divisors
-        return x / divisors
 
 
 def rounded(
@@ -105,7 +96,7 @@ def rounded(
     return values, _stored_scales(found, rule, shape, xp), whole
 
 
-def _stored_scales(found: _Scales, rule: Rule, shape: Shape, xp: Any) -> Any:
+def _stored_scales(found: BlockScales, rule: Rule, shape: Shape, xp: Any) -> Any:
     """Return the float32 scales of vectors or blocks; None without these."""
     if rule.scaling == "vector":
         return found.stored.reshape(shape[:-1])
@@ -117,7 +108,7 @@ def _stored_scales(found: _Scales, rule: Rule, shape: Shape, xp: Any) -> Any:
 
 
 def _in_blocks(
-    codes: Any, found: _Scales, rule: Rule, row: BlockFormat, xp: Any
+    codes: Any, found: BlockScales, rule: Rule, row: BlockFormat, xp: Any
 ) -> tuple[Any, Any]:
     """Return the bytes of codes with signs, and the codes of the scales of each vector's blocks."""
     high, wide = rule.block
@@ -139,7 +130,7 @@ def _integers(codes: Any, bits: Any, usable: Any, xp: Any) -> Any:
 
 def _scales_by_rule(
     magnitude: Any, rule: Rule, to: NumberFormat, xp: Any
-) -> tuple[Any, _Scales, _Scales]:
+) -> tuple[Any, BlockScales, BlockScales]:
     """Return the scale of the tensor, those of blocks, and these for each number, of which only the stored are left."""
     high = 1
     wide = magnitude.shape[-1]
@@ -151,7 +142,7 @@ def _scales_by_rule(
         counted = xp.where(blocks < INFINITY, blocks, 0)
     whole = _tensor_scale(rule, counted, to, xp)
     if rule.scaling == "tensor":
-        found = _Scales(None, whole, xp.ones_like(whole), magnitude >= 0)
+        found = BlockScales(None, whole, xp.ones_like(whole), magnitude >= 0)
         return whole, found, found
     kind = "float32"
     if rule.scaling == "block":
@@ -159,7 +150,7 @@ def _scales_by_rule(
     if rule.marks_elements:
         blocks = counted
     peak = xp.amax(blocks, (-3, -1))
-    found = _scales(peak, kind, to, whole, xp, rule.power_scales)
+    found = block_scales(peak, kind, to, whole, xp, rule.power_scales)
     spread = {}
     for name in ("divisors", "multipliers", "usable"):
         spread[name] = _spread(getattr(found, name), high, wide, magnitude.shape, xp)
@@ -192,7 +183,7 @@ def _tensor_scale(rule: Rule, counted: Any, to: NumberFormat, xp: Any) -> Any:
         largest = to.largest
         if rule.scaling == "block":
             largest *= FLOAT8_E4M3FN.largest
-        return _float_scale(xp.amax(counted), largest, xp, rule.power_scales)
+        return float_scale(xp.amax(counted), largest, xp, rule.power_scales)
     return one
 
 
@@ -204,18 +195,6 @@ def _blocks_of(x: Any, high: int, wide: int, xp: Any) -> Any:
     of_vectors = vectors // high
     along_k = k // max(wide, 1)
     return x.reshape((batches, of_vectors, high, along_k, wide))
-
-
-def padded(x: Any, axis: int, size: int, xp: Any) -> Any:
-    """Return an array padded with zeros to a multiple of a size along an axis."""
-    missing = -x.shape[axis] % size
-    if not missing:
-        return x
-    padding = [*x.shape]
-    padding[axis] = missing
-    first = x[(slice(1),) * x.ndim]
-    zeros = xp.broadcast_to(xp.zeros_like(first), tuple(padding))
-    return xp.concatenate((x, zeros), axis)
 
 
 def _spread(x: Any, high: int, wide: int, shape: Shape, xp: Any) -> Any:
@@ -261,7 +240,7 @@ def encode(
         peak = xp.where(finite, peak, 0).view(x.dtype)
         peak = rounded_to_odd(peak, xp).view(xp.int32)
     whole = xp.full_like(x[:1, 0], scale)
-    found = _scales(peak, kind, row.elements, whole, xp)
+    found = block_scales(peak, kind, row.elements, whole, xp)
     usable = finite & found.usable
     divisors = xp.where(usable, found.divisors, 1.0)
     quotients = found.quotients(absolute, of_each(divisors, absolute, xp))
@@ -293,7 +272,7 @@ def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, .
         counted = xp.where(finite, magnitude, 0)
     peak = xp.amax(counted, -1)
     reach = replace(row.elements, largest=row.reach)
-    found = _scales(peak, "float32", reach, None, xp)
+    found = block_scales(peak, "float32", reach, None, xp)
     divisors = xp.where(found.usable, found.divisors, 1.0)
     codes = nearest_codes(absolute / of_each(divisors, absolute, xp), row.elements, xp)
     if is_float:
@@ -315,7 +294,7 @@ def _encode_with_zeros(
     high = xp.amax(x, -1)
     low = xp.where(low < 0, -low, 0.0)
     high = xp.where(high > 0, high, 0.0)
-    largest = _unfolded(UINT4_CODES.largest, finite, xp)
+    largest = unfolded(UINT4_CODES.largest, finite, xp)
     size = converted(high / largest + low / largest, xp.float32)
     scales = xp.where(size < FLOAT32.smallest_normal, FLOAT32.smallest_normal, size)
     has_numbers = (low > 0) | (high > 0)
@@ -328,74 +307,6 @@ def _encode_with_zeros(
     codes = xp.where(finite[:, None], codes, 0)
     scales = xp.where(finite, scales, float("nan"))
     return _in_bytes(codes, row, xp), scales, converted(zeros, xp.uint8)
-
-
-def _scales(
-    peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any, powers: bool = False
-) -> _Scales:
-    """Return the scales of blocks by the bits of their largest magnitudes."""
-    limit = INFINITY if peak.dtype == xp.int32 else OVERFLOW
-    finite = peak < limit
-    if kind == "e4m3":
-        return _e4m3_scales(peak, finite, to, whole, xp)
-    if kind != "float32":
-        return _power_scales(peak, finite, kind, to, xp)
-    counted = xp.where(finite, peak, 0)
-    scales = _float_scale(counted, to.largest, xp, powers)
-    scales = xp.where(finite, scales, float("nan"))
-    return _Scales(scales, scales, xp.ones_like(scales), finite)
-
-
-def _power_scales(peak: Any, finite: Any, kind: str, to: NumberFormat, xp: Any) -> _Scales:
-    scales = (peak >> 23) - to.emax
-    if kind != "floor":
-        # of the fraction of a peak; above it the scale doubles
-        limit = to.largest / 2.0**to.emax - 1
-        if kind == "even":
-            limit = 1 - 2.0**-to.precision - 1 / HIDDEN
-        doubles = (peak & (HIDDEN - 1)) > int(limit * HIDDEN)
-        scales = scales + converted(doubles, xp.int32)
-    scales = xp.clip(scales, 0, 254)
-    scales = xp.where(finite, scales, 255)
-    exponents = xp.where(finite, 254 - scales, 127)
-    reciprocals = (exponents << 23).view(xp.float32)
-    powers = xp.where(finite, _power(scales, xp), float("nan"))
-    return _Scales(scales, reciprocals, powers, finite, inverted=True)
-
-
-def _power(scales: Any, xp: Any) -> Any:
-    """Return the powers of two of E8M0 codes, of which 2^-127 is subnormal."""
-    bits = xp.where(scales > 0, scales << 23, 1 << 22)
-    return bits.view(xp.float32)
-
-
-def _e4m3_scales(peak: Any, finite: Any, to: NumberFormat, whole: Any, xp: Any) -> _Scales:
-    largest = converted(_unfolded(to.largest, peak, xp), whole.dtype)
-    quotients = peak.view(whole.dtype) / largest / whole
-    scales = nearest_codes(quotients, FLOAT8_E4M3FN, xp)
-    numbers = numbers_of(scales, FLOAT8_E4M3FN, 31, xp)
-    usable = scales > 0
-    divisors = xp.where(usable, numbers * whole, 1.0)
-    multipliers = xp.where(finite, numbers, float("nan"))
-    return _Scales(scales, divisors, multipliers, finite & usable)
-
-
-def _float_scale(peak: Any, largest: float, xp: Any, powers: bool = False) -> Any:
-    """Return the float32 scales of blocks by the bits of their largest magnitudes; ``powers`` rounds them up."""
-    dtype = xp.float32 if peak.dtype == xp.int32 else xp.float64
-    scale = peak.view(dtype) / _unfolded(largest, peak, xp)
-    scale = xp.where(scale < FLOAT32.smallest_normal, FLOAT32.smallest_normal, scale)
-    scale = converted(xp.where(peak > 0, scale, 1.0), xp.float32)
-    if not powers:
-        return scale
-    bits = scale.view(xp.int32) + (HIDDEN - 1)
-    return (bits & ~(HIDDEN - 1)).view(xp.float32)
-
-
-def _unfolded(number: float, like: Any, xp: Any) -> Any:
-    """Return a number as an array, hidden from XLA's constant folding, which multiplies by reciprocals of constants."""
-    numbers = xp.where(like >= 0, number, 1.0)
-    return converted(numbers, xp.float32)
 
 
 def decode(codes: Any, scales: Any, zeros: Any, row: BlockFormat, scale: float, xp: Any) -> Any:
@@ -412,7 +323,7 @@ def decode(codes: Any, scales: Any, zeros: Any, row: BlockFormat, scale: float, 
     if row.scales is not None:
         scales = converted(scales, xp.int32)
         if row.scales is FLOAT8_E8M0FNU:
-            numbers = xp.where(scales < 255, _power(scales, xp), float("nan"))
+            numbers = xp.where(scales < 255, power_of_two(scales, xp), float("nan"))
         else:
             numbers = numbers_of(scales, row.scales, 8, xp)
         values = values * numbers[:, None]

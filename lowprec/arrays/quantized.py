@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from lowprec.arrays import block_codes
+from lowprec.arrays.block_layout import axis_layout, blocks_of, joined, part_of, part_shapes, ranges
 from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
@@ -35,9 +36,6 @@ from lowprec.formats import (
 )
 from lowprec.util.strides import Shape, contiguous_strides
 from lowprec.util.tracing import uncompiled
-
-#: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
-_AT_ONCE = 1 << 16
 
 _PARTS = "codes", "scales", "zeros"
 #: Types that represent the numbers without the array's scale, by the type of the scales of blocks.
@@ -198,7 +196,7 @@ class QuantizedArray(Prepared):
         row = self._row
         last = self.ndim - 1
         codes = codes_view(self.codes)
-        others, _, padded = _layout(self.shape, self.axis, row)
+        others, _, padded = axis_layout(self.shape, self.axis, row)
         strides = [*codes.strides]
         if row.block:
             strides = [*contiguous_strides((*others, padded))]
@@ -243,12 +241,12 @@ class QuantizedArray(Prepared):
         codes = codes.reshape((count, codes_per_block))
         values = []
         with np.errstate(all="ignore"):
-            for i in _parts(count, row, xp):
-                of_scales = _part(scales, i, count)
-                of_zeros = _part(zeros, i, count)
+            for i in ranges(count, row, xp):
+                of_scales = part_of(scales, i, count)
+                of_zeros = part_of(zeros, i, count)
                 values.append(block_codes.decode(codes[i], of_scales, of_zeros, row, scale, xp))
-        lengths, _, padded = _layout(self.shape, self.axis, row)
-        return _joined(values, (*lengths, padded), xp)
+        lengths, _, padded = axis_layout(self.shape, self.axis, row)
+        return joined(values, (*lengths, padded), xp)
 
     def __repr__(self) -> str:
         return (
@@ -279,15 +277,15 @@ def encoded(
         xp = array_module(x)
         source = x
     of_axis = row.of_length(view.shape[axis])
-    source = _blocks(xp.moveaxis(source, axis, -1), of_axis, xp)
+    source = blocks_of(xp.moveaxis(source, axis, -1), of_axis, xp)
     with np.errstate(all="ignore"):
-        parts = [source[i] for i in _parts(len(source), of_axis, xp)]
+        parts = [source[i] for i in ranges(len(source), of_axis, xp)]
         scale = array_scale(parts, row, xp)
         found = [block_codes.encode(part, row, scale, xp, scale_rule) for part in parts]
     shapes = part_shapes(view.shape, axis, row)
     columns = zip(*found, strict=True)
     stored = [
-        _joined(column, shape or (), xp) for column, shape in zip(columns, shapes, strict=False)
+        joined(column, shape or (), xp) for column, shape in zip(columns, shapes, strict=False)
     ]
     return quantized_array(x, view.shape, row, axis, stored, scale)
 
@@ -371,59 +369,6 @@ def _checked_part(name: str, array: Any, is_float: bool) -> Any:
     array = array.view(np.uint8)
     array.flags.writeable = False
     return array
-
-
-def _joined(parts: Any, shape: Shape, xp: Any) -> Any:
-    """Return the parts as one array in row-major order, which elementwise functions of NumPy need not keep."""
-    joined = xp.concatenate(parts).reshape(shape)
-    if xp is np:
-        return np.ascontiguousarray(joined)
-    return joined
-
-
-def _layout(shape: Shape, axis: int, row: BlockFormat) -> tuple[Shape, int, int]:
-    """Return the lengths of the other axes, the number of blocks along the axis, and its length when padded."""
-    row = row.of_length(shape[axis])
-    blocks = 0
-    if row.block:
-        blocks = -(-shape[axis] // row.block)
-    others = (*shape[:axis], *shape[axis + 1 :])
-    length = blocks * row.block or shape[axis]
-    return others, blocks, length
-
-
-def part_shapes(shape: Shape, axis: int, row: BlockFormat) -> tuple[Any, ...]:
-    """Return the shapes of codes, scales and zeros, None for those that the format lacks."""
-    others, blocks, padded = _layout(shape, axis, row)
-    of_blocks = (*others, blocks)
-    scales = of_blocks if row.scales else None
-    zeros = of_blocks if row.has_zeros else None
-    nbytes = padded * row.bits // 8
-    return (*others, nbytes), scales, zeros
-
-
-def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
-    """Return ``x`` in shape (blocks, elements), its last axis padded with zeros; blocks of 1 without blocks."""
-    block = row.block or 1
-    x = block_codes.padded(x, x.ndim - 1, block, xp)
-    return x.reshape((prod(x.shape) // block, block))
-
-
-def _part(x: Any, of: slice, count: int) -> Any:
-    """Return the scales or zeros of some of ``count`` blocks."""
-    if x is None:
-        return None
-    return x.reshape((count,))[of]
-
-
-def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
-    """Return the ranges of blocks that are converted at once; one if there are no blocks."""
-    if xp is np:
-        step = max(_AT_ONCE // (row.block or 1), 1)
-    else:
-        step = max(count, 1)
-    starts = range(0, max(count, 1), step)
-    return [slice(i, i + step) for i in starts]
 
 
 def codes_view(codes: Any) -> ArrayView:

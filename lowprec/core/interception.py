@@ -13,7 +13,8 @@ from contextvars import Context, ContextVar
 from pathlib import Path
 from typing import Any
 
-from lowprec.core.interception_report import InterceptionReport, Ledger
+from lowprec.core.interception_report import InterceptionReport
+from lowprec.core.ledger import Ledger
 from lowprec.core.recording import Recorder
 from lowprec.core.rules import Layer, RulesLike, first_match, parse_rules, shown
 from lowprec.modes import Mode

@@ -1,22 +1,12 @@
-"""Report of an interception: products computed by lowprec, and those left to the library, with the reason.
-
-A :class:`Ledger` sums products by layer and operator, so its size does not depend on the number of products or shapes.
-Forked processes write their sums to files, which the report of the first process adds.
-"""
+"""Report of an interception: products computed by lowprec, and those left to the library, with the reason."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import unique
 from math import prod
 from operator import attrgetter
-from pathlib import Path
-from threading import get_ident
 from typing import Any, NamedTuple
 
 from lowprec import plotting
@@ -24,12 +14,6 @@ from lowprec.report import Report
 from lowprec.util.plain import StrEnum
 from lowprec.util.strides import Shapes
 from lowprec.util.tables import Table
-
-#: Rows of a ledger; products of further layers are summed in one row per operator.
-_MOST_ROWS = 4096
-#: Rows of one operator in one layer for products of different shapes; those of more shapes are one row.
-_MOST_SHAPES = 4
-_FURTHER = "(further layers)"
 
 
 @unique
@@ -90,19 +74,6 @@ class Statistics(NamedTuple):
         a = OperandStatistics(*map(max, self.a, other.a))
         b = OperandStatistics(*map(max, self.b, other.b))
         return Statistics(a, b, max(self.error, other.error))
-
-
-class LedgerRow(NamedTuple):
-    """The properties by which a ledger sums products."""
-
-    layer: str
-    operator: str
-    dtype: str
-    backward: bool = False
-    mode: str = ""
-    passed_by: PassedBy | None = None
-    detail: str = ""
-    gradient: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,159 +237,6 @@ _STATISTICS = {
 
 def _count(products: Iterable[InterceptedProduct]) -> int:
     return sum(p.count for p in products)
-
-
-class _Sum:
-    """The sums of products of one row and shape, or of several shapes, in one thread."""
-
-    __slots__ = ("count", "largest", "multiplications", "shapes", "statistics")
-
-    def __init__(self, shapes: Shapes = ()) -> None:
-        self.count = 0
-        self.multiplications = 0
-        self.largest = -1
-        self.shapes = shapes
-        self.statistics = Statistics()
-
-    def add(self, other: _Sum) -> None:
-        self.count += other.count
-        self.multiplications += other.multiplications
-        self.statistics = self.statistics.largest(other.statistics)
-        if other.largest > self.largest:
-            self.largest = other.largest
-            self.shapes = other.shapes
-
-
-class _Shapes(dict[Shapes, _Sum]):
-    """The sums of one row by shape; of many shapes, one sum with the shape of the largest product."""
-
-    def sum_of(self, shapes: Shapes) -> _Sum:
-        found = self.get(shapes)
-        if found is not None:
-            return found
-        if len(self) < _MOST_SHAPES and () not in self:
-            return self.setdefault(shapes, _Sum(shapes))
-        parts = list(self.values())
-        self.clear()
-        total = self.setdefault((), _Sum())
-        for each in parts:
-            total.add(each)
-        return total
-
-    def add(self, other: _Shapes) -> None:
-        for shapes, each in other.items():
-            self.sum_of(shapes).add(each)
-
-
-class Ledger:
-    """Sums of products by :class:`LedgerRow`, of all threads and forked processes."""
-
-    def __init__(self) -> None:
-        # By thread, so that no lock is needed.
-        self._sums: dict[tuple[int, LedgerRow], _Shapes] = {}
-        self.folder: Path | None = None  # of the sums of other processes
-        self.notes: dict[str, None] = {}
-        self.collect: Callable[[], None] = lambda: None  # adds sums that C counted
-        self.records_gradients = False
-
-    def add(
-        self,
-        row: LedgerRow,
-        multiplications: int,
-        shapes: Callable[[], Shapes],
-        statistics: Statistics | None = None,
-    ) -> None:
-        key = get_ident(), row
-        row_sums = self._sums.get(key)
-        if row_sums is None:
-            if len(self._sums) >= _MOST_ROWS:
-                key = get_ident(), row._replace(layer=_FURTHER if row.layer else "", detail="")
-            row_sums = self._sums.setdefault(key, _Shapes())
-        of_operands = shapes()
-        found = row_sums.sum_of(of_operands)
-        found.count += 1
-        found.multiplications += multiplications
-        if multiplications > found.largest:
-            found.largest = multiplications
-            found.shapes = of_operands
-        if statistics is not None:
-            found.statistics = found.statistics.largest(statistics)
-
-    def add_sum(
-        self, row: LedgerRow, count: int, multiplications: int, largest: int, shapes: Shapes
-    ) -> None:
-        """Add several products of which ``largest`` is the number of multiplications of the largest one."""
-        added = _Sum()
-        added.count = count
-        added.multiplications = multiplications
-        added.largest = largest
-        added.shapes = shapes
-        self._sums.setdefault((get_ident(), row), _Shapes()).sum_of(shapes).add(added)
-
-    def mention(self, row: LedgerRow) -> None:
-        """Add a row without counts."""
-        self._sums.setdefault((0, row), _Shapes()).sum_of(())
-
-    def share(self, folder: Path) -> None:
-        """Write the sums of this process and those that it forks to a folder."""
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._start_child)
-
-    def _start_child(self) -> None:
-        """Drop the sums of the parent process in a forked one."""
-        self.collect()
-        self._sums = {}
-        if "multiprocessing.util" in sys.modules:  # whose children end without atexit
-            from multiprocessing import util
-
-            util.register_after_fork(
-                self, lambda ledger: util.Finalize(None, ledger.write, exitpriority=0)
-            )
-
-    def write(self) -> None:
-        """Write the sums of this process for the report of the first one."""
-        self.collect()
-        if self.folder is None or not self._sums:
-            return
-        with suppress(OSError):  # the folder is gone, and with it the report
-            path = self.folder / str(os.getpid())
-            path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
-            path.with_suffix(".new").rename(path.with_suffix(".sums"))
-
-    def _summed(self) -> dict[LedgerRow, _Shapes]:
-        found: dict[LedgerRow, _Shapes] = {}
-        for (_, row), each in self._sums.copy().items():
-            found.setdefault(row, _Shapes()).add(each)
-        return found
-
-    def report(self, title: str, remarks: Iterable[str], statistics: bool) -> InterceptionReport:
-        """Return the sums of all threads and of the processes that have ended."""
-        sums = self._summed()
-        paths: list[Path] = []
-        if self.folder is not None:
-            paths = sorted(self.folder.glob("*.sums"))
-        for path in paths:
-            for row, each in pickle.loads(path.read_bytes()).items():
-                sums.setdefault(row, _Shapes()).add(each)
-        products = [
-            InterceptedProduct(
-                row.layer, row.operator, tuple(map(tuple, s.shapes)), row.dtype, row.backward, row.mode, s.count,
-                s.multiplications, row.passed_by, row.detail, row.gradient, *s.statistics,
-            )
-            for row, by_shape in sums.items()
-            for s in by_shape.values()
-        ]  # fmt: skip
-        products.sort(key=lambda p: -p.multiplications)
-        found = list(self.notes)
-        if self.records_gradients and not any(p.backward for p in products):
-            found.append(
-                "No backward pass ran inside the block; one that runs after it is PyTorch's own, in full precision."
-            )
-        return InterceptionReport(
-            title, tuple(products), (*found, *remarks), 1 + len(paths), statistics
-        )
 
 
 def multiplications_of(shapes: Shapes) -> int:

@@ -21,7 +21,8 @@ from jax.interpreters import mlir
 
 from lowprec import policy
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import LedgerRow, PassedBy
+from lowprec.core.interception_report import PassedBy
+from lowprec.core.ledger import LedgerRow
 from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key

@@ -58,11 +58,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import expm1, frexp, log1p, sqrt
-from typing import NamedTuple
+from math import expm1, log1p, sqrt
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, Mode, row
+from lowprec.planning.error_model import (
+    ErrorModel,
+    absolute_text,
+    alignment_losses,
+    condition_text,
+    formula_text,
+    underflow_losses,
+)
 from lowprec.planning.kernels import KernelRow, Summation
 from lowprec.planning.schedule import PartProduct, chunk_length, make_schedule
 from lowprec.planning.split_bounds import (
@@ -73,7 +80,6 @@ from lowprec.planning.split_bounds import (
     confidence,
     depths,
     depths_by_chunks,
-    gamma_text,
     on_tensor_cores,
     split_error,
 )
@@ -93,9 +99,6 @@ _SCALED_LOSS = 2.0**-39
 
 # Twice the smallest normal float16, relative to the largest number of a scaled row.
 _SCALED_NORMAL = 2.0**-27
-
-_EMULATED = "; cuBLAS documents its emulation to be as accurate"
-_EMULATED_CONDITION = "finite operands; "
 
 # Roundings within one tile instruction: 16 sequential additions, then the sum of two such sums.
 _TILE_DEPTH = 17
@@ -155,25 +158,6 @@ def operand_format(mode: Mode, compute_dtype: DType) -> NumberFormat | None:
     if compute_dtype.is_single_precision and row(mode).acts(compute_dtype):
         return row(mode).operand_format
     return compute_dtype.format
-
-
-class _ErrorModel(NamedTuple):
-    """Parameters of the error: rounding of the operands, the sums, and the result."""
-
-    operand: NumberFormat  # format to which operands are rounded
-    operands: int  # number of rounded operands
-    scaled_over: int  # length of scaled rows, 0 without scaling
-    accumulator: NumberFormat
-    out: NumberFormat | None  # the result's format, if it is not the accumulator's
-    components: int  # 2 for complex numbers
-    depth: Depth  # roundings of each real product of the leading parts
-    terms: int  # real products per component
-    flushes: bool  # the units flush subnormals to zero
-
-    @property
-    def growth(self) -> float:
-        """Sum of the magnitudes of the terms, relative to ``|A| |B|``."""
-        return sqrt(self.components)
 
 
 def _depths(
@@ -240,16 +224,14 @@ def error_bound(
     ``capability`` is that of the GPU, None for a CPU; ``elements`` the size of the result. By default k is one chunk.
     """
     fmt = operand_format(mode, compute_dtype)
-    acts = compute_dtype.is_single_precision
     if kernel.emulation:
         fmt = compute_dtype.format
     accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
-        condition = f"k <= {MAX_K_INT8}, so that no sum overflows int32; with a bias it saturates"
-        return ErrorBound(0.0, 0.0, 0.0, k, "exact", "", condition, unconditional=True)
+        return _exact_integers(k)
+    acts = compute_dtype.is_single_precision
     rounds = fmt is not accumulator and acts
     rounded = (rounds and not a_exact, rounds and not b_exact)
-    out = None if out_dtype.format is accumulator else out_dtype.format
     scaled = k if acts and any(rounded) and scales_rows(mode) else 0
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
@@ -259,12 +241,12 @@ def error_bound(
     # Parts are TF32 numbers already, which truncation leaves unchanged.
     if kernel.truncates_tf32 and fmt is TF32 and not is_split:
         fmt = _TRUNCATED_TF32
-    model = _ErrorModel(
+    model = ErrorModel(
         operand=fmt,
         operands=sum(rounded),
         scaled_over=scaled,
         accumulator=accumulator,
-        out=out,
+        out=None if out_dtype.format is accumulator else out_dtype.format,
         components=components,
         depth=sums[0, 0][0],
         terms=_terms(schedule, kernel, k, components),
@@ -285,12 +267,19 @@ def error_bound(
         error = _plain_error(model, size)
     bound = _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
     if kernel.emulation:
-        return replace(
-            bound,
-            formula=bound.formula + _EMULATED,
-            condition=_EMULATED_CONDITION + bound.condition,
-        )
+        return _emulated(bound)
     return bound
+
+
+def _exact_integers(k: int) -> ErrorBound:
+    condition = f"k <= {MAX_K_INT8}, so that no sum overflows int32; with a bias it saturates"
+    return ErrorBound(0.0, 0.0, 0.0, k, "exact", "", condition, unconditional=True)
+
+
+def _emulated(bound: ErrorBound) -> ErrorBound:
+    """Return the bound of cuBLASLt's emulation, an assumption: that of the native product of finite operands."""
+    formula = f"{bound.formula}; cuBLAS documents its emulation to be as accurate"
+    return replace(bound, formula=formula, condition=f"finite operands; {bound.condition}")
 
 
 def _terms(schedule: tuple[PartProduct, ...], kernel: KernelRow, k: int, components: int) -> int:
@@ -303,13 +292,13 @@ def _terms(schedule: tuple[PartProduct, ...], kernel: KernelRow, k: int, compone
 
 
 def _with_losses(
-    model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool
+    model: ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool
 ) -> ErrorBound:
     """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
     is_split = parts > 0
     worst, likely, formula = error
-    norms_loss, operand_alignment, out_alignment = _alignment_losses(model, 1 + parts)
-    operand_loss, term_loss, out_loss = _underflow(model)
+    norms_loss, operand_alignment, out_alignment = alignment_losses(model, 1 + parts)
+    operand_loss, term_loss, out_loss = underflow_losses(model)
     operand_loss = operand_loss * (1 + is_split) + operand_alignment
     out_loss = out_loss + out_alignment
     last = [getattr(model.out, "unit_roundoff", 0.0), norms_loss]
@@ -324,8 +313,8 @@ def _with_losses(
         carried * (model.terms * term_loss + out_loss),
         k,
         formula,
-        _absolute_text(operand_loss, term_loss, out_loss, model.accumulator),
-        _condition(model, is_split),
+        absolute_text(operand_loss, term_loss, out_loss, model.accumulator),
+        condition_text(model, is_split),
         unconditional=unconditional,
         probable=probable,
         by_norms=model.scaled_over > 0,
@@ -336,7 +325,7 @@ def joint(*errors: float) -> float:
     return expm1(sum(map(log1p, errors)))
 
 
-def _plain_error(model: _ErrorModel, size: float) -> RelativeError:
+def _plain_error(model: ErrorModel, size: float) -> RelativeError:
     """Return the relative error of a product of unsplit operands, before rounding to the result's format."""
     loss = model.operand.unit_roundoff + _SCALED_LOSS * sqrt(model.scaled_over)
     losses = [loss] * model.operands
@@ -345,108 +334,5 @@ def _plain_error(model: _ErrorModel, size: float) -> RelativeError:
     return (
         joint(model.growth * worst, *losses),
         joint(model.growth * probable, *losses),
-        _formula(model),
+        formula_text(model),
     )
-
-
-def _underflow(model: _ErrorModel) -> tuple[float, float, float]:
-    """Return the losses by underflow per element of an operand, per product, and per element of C.
-
-    Each is half the spacing near zero, or the smallest normal number on units that flush subnormals. Products of
-    float16 values are multiples of 2^-48 and never underflow.
-    """
-    fmt = model.operand
-    operand = 0.0
-    if model.operands and not model.scaled_over:
-        operand = fmt.smallest_subnormal / 2
-    out = 0.0
-    if model.out:
-        out = model.out.smallest_subnormal / 2
-    # Undoing the scales may give a subnormal number of the accumulator.
-    if model.scaled_over:
-        out += model.accumulator.smallest_subnormal
-    if fmt.smallest_subnormal**2 >= model.accumulator.smallest_normal:
-        return operand, 0.0, out
-    if model.flushes:
-        smallest = model.accumulator.smallest_normal
-        return max(operand, smallest), smallest, out
-    if model.depth.truncations:
-        # The result of a group loses up to the spacing, more than its terms.
-        return operand, 2 * model.accumulator.smallest_subnormal, out
-    # Half of float64's spacing is not a float64 number.
-    return operand, max(model.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
-
-
-def _alignment_losses(model: _ErrorModel, parts: int) -> tuple[float, float, float]:
-    """Return the losses of tensor cores that align subnormal factors like the smallest normal number.
-
-    The three losses are relative to the norms, per element of an operand, and per element of C. The factor ``parts`` is
-    for the products of each part with all parts of the other operand.
-    """
-    if not model.depth.truncations:
-        return 0.0, 0.0, 0.0
-    error = parts * model.growth * model.depth.worst(model.accumulator)
-    if model.scaled_over:
-        return error * _SCALED_NORMAL * sqrt(model.scaled_over), 0.0, 0.0
-    smallest = model.operand.smallest_normal
-    return 0.0, error * smallest, error * model.terms * smallest**2
-
-
-def _formula(model: _ErrorModel) -> str:
-    factors = []
-    if model.operands:
-        scaled = ""
-        if model.scaled_over:
-            scaled = f" + 2^-39 sqrt({model.scaled_over})"
-        square = "^2" if model.operands == 2 else ""
-        factors.append(f"(1 + 2^-{model.operand.precision}{scaled}){square}")
-    if model.depth.total:
-        growth = "sqrt(2) " if model.components == 2 else ""
-        factors.append(f"(1 + {growth}gamma_{model.depth.total})")
-    if model.out:
-        factors.append(f"(1 + 2^-{model.out.precision})")
-    if not factors:
-        return "exact"
-    return f"{' '.join(factors)} - 1; {gamma_text(model.accumulator)}"
-
-
-def _absolute_text(
-    operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat
-) -> str:
-    """Describe the losses by underflow; empty if they are those of the accumulator alone."""
-    parts = []
-    if operand_loss:
-        parts.append(f"{_power(operand_loss)} per element of an operand")
-    if term_loss >= accumulator.smallest_normal:
-        parts.append(f"{_power(term_loss)} per product (units that flush subnormals to zero)")
-    if out_loss > accumulator.smallest_subnormal:
-        parts.append(f"{_power(out_loss)} per element of the result")
-    return ", ".join(parts)
-
-
-def _power(value: float) -> str:
-    """Return a number rounded up to a power of two, as text: ``2^-25``."""
-    mantissa, exponent = frexp(value)
-    return f"2^{exponent - (mantissa == 0.5)}"
-
-
-def _condition(model: _ErrorModel, is_split: bool) -> str:
-    texts = []
-    narrow = []
-    if model.operands and not model.scaled_over:
-        narrow.append((model.operand, "|x|", " in the operands"))
-    if model.out:
-        narrow.append((model.out, "|result|", ""))
-    for fmt, name, where in narrow:
-        if fmt.emax < model.accumulator.emax:
-            beyond = "Inf" if fmt.has_infinity else "NaN"
-            texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
-    # With the same exponents, a format with fewer bits has a smaller largest number, so rounding to it may overflow. If
-    # a part is infinite, the product is recomputed from the unsplit operands.
-    numbers = ["partial sum"]
-    if model.operands and not is_split and model.operand.emax == model.accumulator.emax:
-        numbers.insert(0, "rounded operand")
-    if model.out and model.out.emax == model.accumulator.emax:
-        numbers.append("rounded result")
-    texts.append(f"no {' or '.join(numbers)} beyond {model.accumulator.name}'s range")
-    return "; ".join(texts)

@@ -33,6 +33,7 @@ from math import sqrt
 
 from lowprec.formats import FLOAT32, DType
 from lowprec.planning import bounds
+from lowprec.planning.error_model import power_text
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.split_bounds import confidence
 from lowprec.recipes import Rule
@@ -129,7 +130,7 @@ def quantized_bound(
         max(inner.result_absolute, smallest) * (1 + relative),
         k,
         f"(1 + e_a) (1 + e_b) (1 + {sums:.3g}) - 1; e_a = {a:.3g}, e_b = {b:.3g}, of blocks with their scales",
-        f"{bounds._power(smallest)} per element of an operand",
+        f"{power_text(smallest)} per element of an operand",
         "no sum beyond float32's range",
         unconditional=inner.unconditional,
         probable=min(relative, probable),

@@ -18,12 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowprec import policy
-from lowprec.arrays import ArrayView, Library, library_of
-from lowprec.core import dispatch
-from lowprec.core.arguments import PLAIN, Options
-from lowprec.core.executors import look_up
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import LedgerRow, PassedBy, Statistics
+from lowprec.core.interception_report import PassedBy, Statistics
+from lowprec.core.ledger import LedgerRow
 from lowprec.core.rules import Layer, RulesLike
 from lowprec.errors import (
     ArrayError,
@@ -44,6 +41,7 @@ from lowprec.torch.aten import (
     kernels,
     multiplications_of,
 )
+from lowprec.torch.aten_products import PLAIN_TENSORS, computed
 from lowprec.torch.layer_names import NAMES
 from lowprec.torch.observing import observe
 from lowprec.torch.passes import mode_of_product, routine_of
@@ -57,7 +55,6 @@ _grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _function_modes = torch._C._len_torch_function_stack
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 #: A scope, and the context of a backward pass on another thread.
 Found = tuple[Any, Context | None]
@@ -195,7 +192,7 @@ def _replacement(kernel: Kernel, own: Function) -> Function:
                     LedgerRow("", kernel.name, "", passed_by=PassedBy.OTHER_THREAD), 0, tuple
                 )
             return own(keyset, *args, **kwargs)
-        if _function_modes() or not _PLAIN.issuperset(map(type, args)):
+        if _function_modes() or not PLAIN_TENSORS.issuperset(map(type, args)):
             # Attributes of tensors would call the functions of modes and subclasses.
             with torch._C.DisableTorchFunction():
                 return act(found, keyset, args, kwargs)
@@ -233,7 +230,7 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
             try:
                 statistics = measure(a, b, resolved.mode) if scope.statistics else None
                 again = _in_reference(scope, terms, resolved, context)
-                result = _computed(terms, resolved, out, swaps)
+                result = computed(terms, resolved, out, swaps)
             except _REFUSALS as error:
                 reason = PassedBy.REFUSED
                 detail = str(error)
@@ -279,7 +276,7 @@ def _in_reference(
     reference = _resolved(scope.recorder.reference, context)
     if reference.mode == resolved.mode:
         return None
-    return _computed(terms, reference, None, swaps=False)
+    return computed(terms, reference, None, swaps=False)
 
 
 def _resolved(mode: Mode, context: Context | None) -> ResolvedMode:
@@ -332,94 +329,6 @@ def _watched(kernel: Kernel, own: Function) -> Function:
         return result
 
     return watch
-
-
-def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
-    """Return a product; the caller is below autograd, whose recording the tensors do not show."""
-    records = _grad_enabled()
-    try:
-        _set_grad_enabled(False)
-        return _multiplied(terms, resolved, out, swaps)
-    finally:
-        _set_grad_enabled(records)
-
-
-def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
-    if out is not None and torch._debug_has_internal_overlap(out) == 1:
-        raise ArrayError("elements of the result share memory")
-    a = terms.a
-    b = terms.b
-    given = _epilogue(terms, swaps)
-    if swaps:
-        result = a.new_empty((*a.shape[:-1], b.shape[-1]))
-        dispatch.matmul(
-            b.detach().mT, a.detach().mT, out=result.mT, math_mode=resolved.mode, **given
-        )
-    elif a.is_cpu:
-        result = _on_cpu(terms, given, resolved, out)
-    else:
-        result = dispatch.matmul(a.detach(), b.detach(), math_mode=resolved.mode, **given)
-    if terms.activation is not None:
-        terms.activation(result)
-    if out is None or result is out:
-        return result
-    if out.shape != result.shape:
-        return torch.ops.aten.clone.out(result, out=out)  # warns as its own operators
-    return out.copy_(result)
-
-
-def _epilogue(terms: Terms, swaps: bool) -> dict[str, Any]:
-    """Return the other terms as arguments of lowprec's product: a result is rounded once, whatever its size."""
-    given = {}
-    if terms.alpha != 1:
-        given["alpha"] = terms.alpha * 1.0
-    if terms.beta == 0:
-        return given
-    c = terms.c.detach()
-    columns = terms.b.shape[1:]
-    if terms.beta == 1 and c.ndim == 1 and c.shape == columns and not swaps:
-        return {**given, "bias": c}
-    if swaps:
-        c = c.expand(*terms.a.shape[:-1], columns[-1]).mT
-    return {**given, "c": c, "beta": terms.beta * 1.0}
-
-
-def _on_cpu(
-    terms: Terms, given: dict[str, Any], resolved: ResolvedMode, out: Tensor | None
-) -> Tensor:
-    library = library_of(terms.a)
-    x = _view(library, terms.a)
-    y = _view(library, terms.b)
-    options = PLAIN
-    if given:
-        views: Any = {
-            name: _view(library, t) if isinstance(t, Tensor) else t for name, t in given.items()
-        }
-        options = Options(**views)
-    found = look_up(resolved, x, y, options)
-    if out is not None and _is_written_directly(out, found.out_shape, terms):
-        result = out
-        target = _view(library, out)
-    else:
-        target = library.allocate(found.out_shape, found.out_dtype, x.device, terms.a)
-        result = target.owner
-    found.execute(options.arguments(x, y, target))
-    return result
-
-
-def _is_written_directly(out: Tensor, shape: tuple[int, ...], terms: Terms) -> bool:
-    """Whether a product may be computed in this tensor: it is contiguous, and no operand shares its memory."""
-    if tuple(out.shape) != shape or not out.is_contiguous() or out.is_conj():
-        return False
-    operands = (terms.a, terms.b, terms.c)
-    return not any(x is not None and torch._C._is_alias_of(out, x) for x in operands)
-
-
-def _view(library: Library, x: Tensor) -> ArrayView:
-    view = library.describe(x if type(x) in _PLAIN else x.detach())
-    if not view.address and view.size:
-        raise ArrayError("the torch tensor has no memory")
-    return view
 
 
 def _is_backward() -> bool:

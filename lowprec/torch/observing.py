@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec.core.interception_report import NO_STATISTICS, LedgerRow
+from lowprec.core.interception_report import NO_STATISTICS
+from lowprec.core.ledger import LedgerRow
 from lowprec.core.recording import Observed, Recorder
 from lowprec.modes import parse_mode
 from lowprec.torch.statistics import operand_statistics

@@ -227,7 +227,7 @@ def test_rows_do_not_grow_with_shapes(torch, intercept):
 
 
 def test_ledgers_are_bounded():
-    from lowprec.core.interception_report import _MOST_ROWS, Ledger, LedgerRow
+    from lowprec.core.ledger import _MOST_ROWS, Ledger, LedgerRow
 
     ledger = Ledger()
     for n in range(_MOST_ROWS + 100):

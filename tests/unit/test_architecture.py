@@ -17,7 +17,7 @@ PACKAGE = Path(lowprec.__file__).parent
 ABOVE = {"torch", "jax", "dask", "amp", "linalg", "contractions", "profiling", "checking", "cli"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 424
 MAX_FUNCTION_LINES = 60
 
 #: Loaded on demand, if at all: `import lowprec` stays as light as NumPy.

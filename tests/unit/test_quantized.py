@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays import quantized
+from lowprec.arrays import block_layout
 from lowprec.arrays.quantized import QuantizedArray
 from lowprec.backends.cpu import library
 from lowprec.core.quantize import quantize
@@ -351,7 +351,7 @@ def test_kernels_and_numpy_give_the_same_codes(name, axis, rng, monkeypatch):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_arrays_that_are_converted_in_several_parts(name, rng):
-    rows = quantized._AT_ONCE // 48 + 10
+    rows = block_layout._AT_ONCE // 48 + 10
     x = rng.standard_normal((rows, 50)).astype(np.float32)
     x[-1, -1] = 100  # sets the scale of the array
     found = quantize(x, name)

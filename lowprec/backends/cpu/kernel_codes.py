@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowprec.arrays.block_layout import part_shapes
 from lowprec.arrays.numpy_library import aligned_empty
 from lowprec.arrays.prepared_view import KernelCodes, QuantizedView
-from lowprec.arrays.quantized import QuantizedArray, adopted, part_shapes, quantized_array
+from lowprec.arrays.quantized import QuantizedArray, adopted, quantized_array
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.library import Matrix, Product

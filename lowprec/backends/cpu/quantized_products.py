@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays import block_codes
+from lowprec.arrays.block_layout import part_shapes
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView, QuantizedView
-from lowprec.arrays.quantized import part_shapes
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu import numpy_execution, numpy_products
 from lowprec.backends.interface import Arguments, Executor
