@@ -317,16 +317,11 @@ def rotated(
         layout, nbytes = _set_layout(invocation, operands, ["d"])
         block = memory.temporary(nbytes, device, stream)
     with block as first:
-        for name in read:
+        starts = [first + i * nbytes for i in range(count)]
+        for start, name in itertools.product(starts, read):
             pointer, lowest, size = layout[name]
             source = getattr(operands, name) + lowest
-            runtime.copy_async(first + pointer + lowest, source, size, stream)
-        done = 1
-        while done < count:  # double the number of copies
-            more = min(done, count - done)
-            runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
-            done += more
-        starts = [first + i * nbytes for i in range(count)]
+            runtime.copy_async(start + pointer + lowest, source, size, stream)
 
         def moved(start: int) -> LtOperands:
             pointers = {name: start + pointer for name, (pointer, _, _) in layout.items()}

@@ -130,13 +130,11 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
-        timings = []
-        for x in execute.use(
-            arguments, lambda lowered: lowered.tune(arguments, candidates, progress)
-        ):
-            text = bindings.describe_algorithm(x.algorithm).text
-            timings.append(AlgorithmTiming(x.rank, x.median_ms, text))
-        return tuple(timings)
+        measured = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
+        return tuple(
+            AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text)
+            for x in measured
+        )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 from lowprec.backends.cuda.runtime import DeviceProperties
 from lowprec.formats import ComputeType
@@ -80,14 +81,12 @@ def present(device: DeviceProperties, cublas_version: int = 0) -> Capabilities:
             / (model.multiprocessors * model.clock_mhz)
         )
         peaks = tuple((fmt, rate * share) for fmt, rate in model.peak_tflops.items())
-    return Capabilities(
+    return _capabilities(
+        capability,
+        cublas_version,
         device=f"cuda:{device.index}",
         name=device.name,
-        kernels=KERNELS,
-        features=_features(capability, cublas_version),
         flops_per_byte=flops_per_byte(device.name, capability),
-        compute_capability=capability,
-        workspace_bytes=_workspace_bytes(capability),
         peak_tflops=peaks,
     )
 
@@ -97,19 +96,23 @@ def predicted(device: str) -> Capabilities:
     model = parse_model(device)
     capability = parse_capability(device)
     stands_for = "" if capability is None else ", for compute capability {}.{}".format(*capability)
-    return Capabilities(
+    return _capabilities(
+        model.compute_capability,
+        sys.maxsize,
         device="cuda",
         name=model.name + stands_for,
-        kernels=KERNELS,
-        features=_features(model.compute_capability, sys.maxsize),
         flops_per_byte=model.flops_per_byte,
-        compute_capability=model.compute_capability,
-        workspace_bytes=_workspace_bytes(model.compute_capability),
         peak_tflops=tuple(model.peak_tflops.items()),
         bytes_per_second=model.bandwidth * 1e9,
         source=model.source,
     )
 
 
-def _workspace_bytes(capability: Capability) -> int:
-    return _LARGE_WORKSPACE if capability >= _LARGE_SINCE else _SMALL_WORKSPACE
+def _capabilities(capability: Capability, cublas_version: int, **others: Any) -> Capabilities:
+    return Capabilities(
+        kernels=KERNELS,
+        features=_features(capability, cublas_version),
+        compute_capability=capability,
+        workspace_bytes=_LARGE_WORKSPACE if capability >= _LARGE_SINCE else _SMALL_WORKSPACE,
+        **others,
+    )

@@ -304,9 +304,9 @@ def _quantizing(
         out_cols *= 2  # numbers in an element
     tiles = batch.matrices * -(-out_rows // TILE_VECTORS) * -(-out_cols // _TILE_LENGTH)
 
-    def launch(loads: int, aligned: int, *masks: int) -> Launch:
+    def launch(loads: int, *masks: int) -> Launch:
         constants = [
-            _signed(rule.seed),
+            rule.seed - (rule.seed >> 63 << 64),  # the signed number with the same 64 bits
             source.rows,
             source.cols,
             source.row_stride,
@@ -314,7 +314,7 @@ def _quantizing(
             batch.matrices,
             *batch.extents,
             *batch.strides[0],
-            aligned,
+            bool(masks),
             out_rows,
             out_cols,
             batch.offsets[1],
@@ -336,11 +336,11 @@ def _quantizing(
     mask = STEP_BYTES - 1
     along_vectors = int(0 < abs(source.row_stride) < abs(source.col_stride))
     strides = (source.row_stride, *batch.strides[0])
-    launches = [launch(along_vectors, 0)]
+    launches = [launch(along_vectors)]
     if are_multiples(STEP_BYTES, packing.dtype.itemsize, [packing.leading_dimension]):
-        launches.insert(0, launch(along_vectors, 1, 0, mask))
+        launches.insert(0, launch(along_vectors, 0, mask))
         if source.col_stride == 1 and are_multiples(STEP_BYTES, source.dtype.itemsize, strides):
-            launches.insert(0, launch(_DIRECTLY, 1, mask, mask))
+            launches.insert(0, launch(_DIRECTLY, mask, mask))
     peaks = packing.scale_words
     if not rule.has_tensor_scale:
         peaks += batch.before * packing.peaks // prod(source.batch_shape)
@@ -352,8 +352,3 @@ def _quantizing(
         (f"draw_{operand}", 0),
     ]
     return kernel_step(used, launches)
-
-
-def _signed(number: int) -> int:
-    """Return the signed number with the same 64 bits."""
-    return number - (number >> 63 << 64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda.libraries import cached, libraries, version_text
@@ -19,26 +19,26 @@ from lowprec.planning.tensor_cores import Capability
 _MIB = 1 << 20
 
 
-def call(function: str, *arguments: Any) -> Any:
-    """Call a function of the runtime or the driver, and return its value or None."""
+#: What :func:`call` returns instead of raising an expected error.
+_FAILED = object()
+
+
+def call(function: str, *arguments: Any, expected: str = "") -> Any:
+    """Call a function of the runtime or the driver, and return its value or None; _FAILED for the expected error."""
     module = libraries().driver
-    if function.startswith("cuda"):
+    is_runtime = function.startswith("cuda")
+    if is_runtime:
         module = libraries().runtime
     status, *values = getattr(module, function)(*arguments)
     if status:
-        _fail(function, status)
+        if is_runtime:
+            module.cudaGetLastError()  # clear it, so that other libraries do not report it
+        if status.name == expected:
+            return _FAILED
+        explain = "cudaGetErrorString" if is_runtime else "cuGetErrorString"
+        _, text = getattr(module, explain)(status)
+        raise BackendError(f"{function} failed with {status.name}: {text.decode()}")
     return values[0] if values else None
-
-
-def _fail(function: str, status: Any) -> NoReturn:
-    runtime = libraries().runtime
-    driver = libraries().driver
-    if function.startswith("cuda"):
-        _, text = runtime.cudaGetErrorString(status)
-        runtime.cudaGetLastError()  # clear the error, so that other libraries do not report it
-    else:
-        _, text = driver.cuGetErrorString(status)
-    raise BackendError(f"{function} failed with {status.name}: {text.decode()}")
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,17 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
 
     Memory of a pool is for work on a stream, and belongs to the graph if that is captured; other memory never does.
     """
-    runtime = libraries().runtime
+    lacks = "cudaErrorMemoryAllocation"
     if pool is not None:
-        status, address = runtime.cudaMallocFromPoolAsync(nbytes or 1, pool, stream)
+        address = call("cudaMallocFromPoolAsync", nbytes or 1, pool, stream, expected=lacks)
     else:
         with relaxed_capture():
-            status, address = runtime.cudaMalloc(nbytes or 1)
-    if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
-        runtime.cudaGetLastError()
+            address = call("cudaMalloc", nbytes or 1, expected=lacks)
+    if address is _FAILED:
         raise DeviceMemoryError(
             f"cuda:{current_device()} has less than {nbytes / _MIB:.1f} MiB of free memory; free some, for example "
             "caches of frameworks with torch.cuda.empty_cache() or cupy.get_default_memory_pool().free_all_blocks()"
         )
-    if status != 0:
-        _fail("cudaMalloc", status)
     return int(address)
 
 
@@ -174,14 +171,9 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
 
 def is_capturing(stream: int) -> bool:
     """Whether a stream is being captured; for the legacy default stream, whether work would invalidate a capture."""
-    runtime = libraries().runtime
-    status, capture = runtime.cudaStreamIsCapturing(stream)
-    if status == runtime.cudaError_t.cudaErrorStreamCaptureImplicit:
-        runtime.cudaGetLastError()
-        return True
-    if status != 0:
-        _fail("cudaStreamIsCapturing", status)
-    return bool(capture != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
+    capture = call("cudaStreamIsCapturing", stream, expected="cudaErrorStreamCaptureImplicit")
+    none = libraries().runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
+    return bool(capture != none)
 
 
 def refuse_capture(stream: int, lacking: str) -> None:
@@ -211,11 +203,4 @@ def wait_for_event(event: Any) -> None:
 
 
 def event_is_done(event: Any) -> bool:
-    runtime = libraries().runtime
-    (status,) = runtime.cudaEventQuery(event)
-    if status == runtime.cudaError_t.cudaErrorNotReady:
-        runtime.cudaGetLastError()
-        return False
-    if status != 0:
-        _fail("cudaEventQuery", status)
-    return True
+    return call("cudaEventQuery", event, expected="cudaErrorNotReady") is not _FAILED
