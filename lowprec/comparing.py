@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.core.interception import Interception
+from lowprec.core.interception import Alone, Interception
 from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import compare_lines
-from lowprec.core.recording import NO_LAYER, Recorder, distance, norm
+from lowprec.core.recording import ANY_PASS, NO_LAYER, Recorder, distance, norm
 from lowprec.core.rules import RulesLike, shown
 from lowprec.core.run_report import LayerError, Run, RunComparison, compared
 from lowprec.errors import SettingError, quoted
@@ -26,9 +26,6 @@ from lowprec.util.atomic import write_file
 from lowprec.util.tracing import uncompiled
 
 __all__ = ["LayerError", "RunComparison", "compare"]
-
-#: The operator of JAX, whose layers are lines, for which there are no rules.
-_OF_JAX = "dot_general"
 
 
 @uncompiled
@@ -90,6 +87,11 @@ def compare(
         for layer, alone in _alone(run, reference).items():
             _, found = _recorded(function, intercept(alone, attention=attention), None)
             parts[layer or NO_LAYER] = ((_change(found, expected) or 0.0) / change) ** 2
+        for layer in _of_calls(run, reference):
+            single = intercept(scope.rules, attention=attention)
+            single.alone = Alone(layer, reference)
+            _, found = _recorded(function, single, None)
+            parts[layer] = ((_change(found, expected) or 0.0) / change) ** 2
     notes = [] if change is not None else ["The results of the two runs have other shapes."]
     return compared(shown(scope.rules).strip("'"), str(reference), run, other, change, parts, notes)
 
@@ -98,13 +100,19 @@ def _alone(run: Run, reference: Mode) -> dict[str, dict[str, Mode]]:
     """Return the modes of each layer alone; of a layer with products in two modes, a quantising one."""
     modes: dict[str, Mode] = {}
     for x in run.observed:
-        if x.operator == _OF_JAX:
+        if x.phase == ANY_PASS:
             continue
         mode = parse_mode(x.mode or reference)
         for layer in x.layer.split("|"):
             if mode != reference and (layer not in modes or row(mode).quantizes):
                 modes[layer] = mode
     return {layer: {glob.escape(layer): mode, "*": reference} for layer, mode in modes.items()}
+
+
+def _of_calls(run: Run, reference: Mode) -> list[str]:
+    """Return the layers of JAX and NumPy in another mode: functions and lines, for which there are no rules."""
+    found = [x for x in run.observed if x.phase == ANY_PASS and x.mode not in ("", str(reference))]
+    return list(dict.fromkeys(x.layer for x in found))
 
 
 def _recorded(
@@ -115,7 +123,7 @@ def _recorded(
     with _same_random_numbers(), scope:
         numbers = list(_numbers(function()))
         scope.settle()
-    others = [p for part in scope.parts if not part.observes for p in part.report().products]
+    others = [p for part in scope.parts for p in part.unobserved()]
     return Run(recorder.products if recorder else (), others), numbers
 
 
@@ -166,8 +174,7 @@ class ProcessRecord:
     def add(self, library: Interception) -> None:
         """Record the products of a library, once the program has ended."""
         library.settle()
-        if not library.observes:
-            self._others += library.report().products
+        self._others += library.unobserved()
 
     def write(self) -> None:
         write_file(self._path, pickle.dumps(Run(self.recorder.products, self._others)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import InterceptionReport
-from lowprec.core.rules import Rules, RulesLike
+from lowprec.core.rules import ALL, Rules, RulesLike
 from lowprec.errors import SettingError, UnsupportedError, quoted
 from lowprec.policy.entries import Entry
 
@@ -96,8 +96,11 @@ class intercept(Interception):
         entry.key = []
         for name in self._names or [name for name in LIBRARIES if name in sys.modules]:
             try:
-                part = self._parts.get(name) or of_library(name, self.rules, **self._options)
+                part = self._parts.get(name) or of_library(
+                    name, self._rules_of(name), **self._options
+                )
                 part.recorder = self.recorder
+                part.alone = self.alone
                 self._parts[name] = part
                 part.__enter__()
             except UnsupportedError as error:
@@ -106,6 +109,12 @@ class intercept(Interception):
                 self.ledger.notes[f"{name}'s products are its own: {error}"] = None
             else:
                 entry.key.append((part, part._current.get()))
+
+    def _rules_of(self, name: str) -> Rules:
+        """Return the rules, for PyTorch those of the reference if a layer of another library is alone."""
+        if name == "torch" and self.alone is not None:
+            return ((ALL, self.alone.reference),)
+        return self.rules
 
     @staticmethod
     def _end(entry: Entry) -> list[str]:

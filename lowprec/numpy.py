@@ -7,18 +7,28 @@ and no Python runs in a product. Inner loops of NumPy's products are replaced, t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]
 
+from lowprec import policy
 from lowprec.core import blas
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import InterceptionReport, PassedBy
+from lowprec.core.interception_report import (
+    NO_STATISTICS,
+    InterceptedProduct,
+    InterceptionReport,
+    PassedBy,
+)
 from lowprec.core.ledger import LedgerRow
+from lowprec.core.operand_statistics import operand_statistics
+from lowprec.core.recording import ANY_PASS, Observed, Recorder, fault_text
 from lowprec.core.rules import RulesLike
 from lowprec.errors import ModeError
+from lowprec.modes import parse_mode
 from lowprec.policy import entries
 from lowprec.policy.entries import Entry
 
@@ -34,6 +44,8 @@ _REASONS = (
     PassedBy.LAYER,
     PassedBy.OWN_LOOP,
 )
+#: By the bits of ``lp_blas_observed``.
+_FAULTS = ("", "NaN", "Inf", "NaN")
 #: NumPy's letters of the letters of the BLAS.
 _LETTERS = {b"s": "f", b"c": "F", b"z": "D"}
 _NOT_SEEN = (
@@ -98,7 +110,26 @@ class intercept(Interception):
 
     def _key(self) -> list[blas.Scope]:
         """Return the scope of a block, before those of guards inside the block."""
-        return [blas.Scope(blas.described(self._rule, self.cast))]
+        return [self._scope(self._described())]
+
+    def _described(self) -> blas.Blas:
+        reference = self.alone and policy.resolve(self.alone.reference).mode
+        return blas.described(self._rule, self.cast, reference)
+
+    def _scope(self, rules: blas.Blas) -> blas.Scope:
+        scope = blas.Scope(rules)
+        reference = None if self.recorder is None else self.recorder.reference
+        observation = blas.Observation(
+            records=self.recorder is not None, compares=reference is not None
+        )
+        if self.alone is not None:
+            reference = self.alone.reference
+            observation.alone = self.alone.layer.encode()
+        if observation.records or observation.alone:
+            resolved = reference and policy.resolve(reference).mode
+            observation.reference = blas.number_of(rules, resolved)
+            scope.observe(observation)
+        return scope
 
     def _install(self) -> None:
         blas.install(True)
@@ -131,10 +162,13 @@ class intercept(Interception):
         """Move the counters of a scope to the ledger."""
         for x in blas.take_counts(scope):
             reason = _REASONS[x.reason]
-            mode = "fp32" if x.mode < 0 else scope.rules.modes[x.mode].name.decode()
-            row = _row(x, x.caller.decode(), "" if reason else mode, reason)
+            row = _row(x, x.caller.decode(), "" if reason else _mode(scope, x.mode), reason)
             shapes = ((x.m, x.k), (x.k, x.n)) if x.m else ()
             self.ledger.add_sum(row, x.calls, x.multiplications, x.m * x.n * x.k, shapes)
+        if self.recorder is not None:
+            self.recorder.products += [
+                _observed(self.recorder, scope, *each) for each in blas.take_observed(scope)
+            ]
         for x in blas.take_counts(None):
             self.ledger.mention(_row(x, "", "", PassedBy.OTHER_THREAD))
 
@@ -147,9 +181,9 @@ class intercept(Interception):
                 self._count(scope)
                 block.key.remove(scope)
         if first.is_innermost():
-            rules = blas.described(self._rule, self.cast)
+            rules = self._described()
             if bytes(rules) != bytes(first.rules):
-                block.key.append(blas.Scope(rules))
+                block.key.append(self._scope(rules))
                 block.key[-1].enter(all_threads=False)
 
     def _collect(self) -> None:
@@ -158,6 +192,12 @@ class intercept(Interception):
             if block.scope is self:
                 for scope in block.key:
                     self._count(scope)
+
+    def settle(self) -> None:
+        self._collect()
+
+    def unobserved(self) -> list[InterceptedProduct]:
+        return [p for p in self.report().products if not _is_observed(p)]
 
     def _remarks(self) -> list[str]:
         self._collect()
@@ -171,6 +211,54 @@ class intercept(Interception):
             else []
         )
         return [*cast, _NOT_SEEN]
+
+
+def _observed(
+    recorder: Recorder,
+    scope: blas.Scope,
+    x: blas.ObservedProducts,
+    sketch: Any,
+    vectors: Sequence[Any],
+) -> Observed:
+    """Return a record of C; the layer is the function and line that calls, and the routine."""
+    routine = blas.routine(x.routine)
+    layer = " ".join(filter(None, (x.caller.decode(errors="replace"), f"({routine})")))
+    mode = "" if x.reason else _mode(scope, x.mode)
+    error = None
+    if mode and (x.is_compared or recorder.reference in (None, mode)):
+        error = math.sqrt(x.error)
+    fault = fault_text(
+        _FAULTS[x.fault],
+        (_FAULTS[x.fault_of_a], _FAULTS[x.fault_of_b]),
+        mode,
+        recorder.reference if x.is_compared else None,
+        _FAULTS[x.fault_again],
+    )
+    shape = (x.m, x.n) if x.m else ()
+    a, b = vectors
+    of_operands = (NO_STATISTICS, NO_STATISTICS)
+    if a.size:
+        of_operands = operand_statistics(a, b.T, parse_mode(mode))
+    return Observed(
+        layer, ANY_PASS, routine, mode, x.multiplications, shape, math.sqrt(x.square),
+        sketch if x.sums else None, error, math.sqrt(x.reference), fault, *of_operands,
+        x.calls,
+    )  # fmt: skip
+
+
+def _mode(scope: blas.Scope, number: int) -> str:
+    name: bytes = scope.rules.modes[number].name
+    return "fp32" if number < 0 else name.decode()
+
+
+def _is_observed(p: InterceptedProduct) -> bool:
+    """Whether C records products of this kind."""
+    is_counted_alone = p.passed_by in (
+        PassedBy.LINEAR_ALGEBRA,
+        PassedBy.OWN_LOOP,
+        PassedBy.OTHER_THREAD,
+    )
+    return p.operator in blas.ROUTINES and p.dtype != "float16" and not is_counted_alone
 
 
 def _row(x: blas.Count, layer: str, mode: str, reason: PassedBy | None) -> LedgerRow:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from lowprec import policy
 from lowprec.arrays import CPU
@@ -79,6 +82,29 @@ class Count(ctypes.Structure):
     )  # fmt: skip
 
 
+class ObservedProducts(ctypes.Structure):
+    """``lp_blas_observed``, before its sketch."""
+
+    _fields_ = (
+        ("next", _POINTER),
+        *((name, _I64) for name in ("calls", "multiplications", "m", "n", "k")),
+        *((name, ctypes.c_double) for name in ("square", "error", "reference")),
+        ("sums", _I64),
+        *((name, _I32) for name in ("routine", "reason", "mode", "is_compared")),
+        *((name, _I32) for name in ("fault", "fault_of_a", "fault_of_b", "fault_again")),
+        ("vectors", _I32 * 2), ("length", _I32 * 2),
+        ("letter", ctypes.c_char), ("caller", ctypes.c_char * 103),
+    )  # fmt: skip
+
+
+class Observation(ctypes.Structure):
+    """``lp_blas_observation``."""
+
+    _fields_ = (
+        ("records", _I32), ("compares", _I32), ("reference", _I32), ("alone", ctypes.c_char * 128)
+    )  # fmt: skip
+
+
 #: The mode of a routine; None: that of the BLAS.
 Rule: TypeAlias = Callable[[str], "Mode | None"]
 
@@ -103,8 +129,8 @@ def rule_of(rules: Rules) -> Rule:
     return rule
 
 
-def described(rule: Rule, casts: bool) -> Blas:
-    """Return the rules for C.
+def described(rule: Rule, casts: bool, reference: Mode | None = None) -> Blas:
+    """Return the rules for C, with the reference of a comparison as the last mode.
 
     Raises
     ------
@@ -123,20 +149,23 @@ def described(rule: Rule, casts: bool) -> Blas:
         units=functions.units(),
         rules=(_NO_MODE,) * 16,
     )
-    numbers: dict[Mode, int] = {}
-    for i, routine in enumerate(ROUTINES):
-        mode = rule(routine)
-        if mode is None:
-            continue
-        if mode not in numbers:
-            numbers[mode] = len(numbers)
-            if len(numbers) > len(found.modes):
-                raise UnsupportedError(
-                    f"the BLAS calls of a program have at most {len(found.modes)} modes"
-                )
-            _describe(found.modes[numbers[mode]], mode)
-        found.rules[i] = numbers[mode]
+    modes = [rule(routine) for routine in ROUTINES]
+    distinct = [x for x in dict.fromkeys([*modes, reference]) if x is not None]
+    numbers = {x: number for number, x in enumerate(distinct)}
+    if len(numbers) > len(found.modes):
+        raise UnsupportedError(f"the BLAS calls of a program have at most {len(found.modes)} modes")
+    for number, x in enumerate(distinct):
+        _describe(found.modes[number], x)
+    for i, mode in enumerate(modes):
+        found.rules[i] = _NO_MODE if mode is None else numbers[mode]
     return found
+
+
+def number_of(rules: Blas, mode: Mode | None) -> int:
+    """Return the number of a mode of the rules; -1 if it is none of them."""
+    names = [x.name.decode() for x in rules.modes]
+    text = str(mode)[:23]
+    return names.index(text) if text in names else _NO_MODE
 
 
 def preloaded(rules: Rules) -> tuple[str, str]:
@@ -230,6 +259,11 @@ class Scope:
     def leave(self) -> None:
         _function("leave", None, _POINTER)(self.address)
 
+    def observe(self, observation: Observation) -> None:
+        """Observe the products of the scope, before it is entered."""
+        if _function("observe", _I32, _POINTER, _POINTER)(self.address, ctypes.byref(observation)):
+            raise MemoryError("there is no memory for records")
+
     def is_innermost(self) -> bool:
         return bool(_function("scope", _POINTER)() == self.address)
 
@@ -240,6 +274,31 @@ def take_counts(scope: Scope | None) -> list[Count]:
     address = None if scope is None else scope.address
     size = _function("counts", _I64, _POINTER, _POINTER)(address, rows)
     return rows[:size]
+
+
+def take_observed(scope: Scope) -> Iterator[tuple[ObservedProducts, Any, list[Any]]]:
+    """Yield the observed products since the last call, with their sketches and the first vectors of both operands."""
+    first = _function("take_observed", _POINTER, _POINTER)(scope.address)
+    try:
+        address = first
+        while address:
+            found = ObservedProducts.from_buffer_copy(
+                ctypes.string_at(address, ctypes.sizeof(ObservedProducts))
+            )
+            end = address + ctypes.sizeof(ObservedProducts)
+            sums = np.frombuffer(ctypes.string_at(end, 8 * found.sums))
+            end += sums.nbytes
+            vectors = []
+            for shape in zip(found.vectors, found.length, strict=True):
+                size = 4 * math.prod(shape)
+                vectors.append(
+                    np.frombuffer(ctypes.string_at(end, size), np.float32).reshape(shape)
+                )
+                end += size
+            yield found, sums, vectors
+            address = found.next
+    finally:
+        _function("free_observed", None, _POINTER)(first)
 
 
 def routine(number: int) -> str:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from contextvars import Context, ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lowprec.core.interception_report import InterceptionReport
+from lowprec.core.interception_report import InterceptedProduct, InterceptionReport
 from lowprec.core.ledger import Ledger
 from lowprec.core.recording import Recorder
 from lowprec.core.rules import Layer, RulesLike, first_match, parse_rules, shown
@@ -23,12 +23,18 @@ from lowprec.policy.entries import Entry, innermost
 from lowprec.util.lock import lock
 
 
+class Alone(NamedTuple):
+    """The only layer, by its name in a comparison, that is not computed in the reference mode."""
+
+    layer: str
+    reference: Mode
+
+
 class Interception(ContextScope):
     """An interception of one library; it may be entered several times, in several threads."""
 
     _module: str  # the library
     _library: type[Interception]  # its class, which may have subclasses
-    observes = False  # whether it records each product
     #: Open blocks of all threads; changed by one assignment, so that a signal handler's exception leaves no half of it.
     _holders: frozenset[Entry] = frozenset()
 
@@ -38,6 +44,7 @@ class Interception(ContextScope):
         self.statistics = statistics
         self.ledger = Ledger()
         self.recorder: Recorder | None = None  # of a comparison of two runs
+        self.alone: Alone | None = None
         self._modes: dict[tuple[Layer, str], Mode | None] = {}
         super().__init__(3)
 
@@ -108,6 +115,10 @@ class Interception(ContextScope):
 
     def settle(self) -> None:
         """Wait for products that are still being recorded."""
+
+    def unobserved(self) -> list[InterceptedProduct]:
+        """Return the products that were counted, and not recorded."""
+        return []
 
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""

@@ -6,6 +6,7 @@ that of the difference of the results, with a standard deviation of 2.2 %.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class Observed(NamedTuple):
     fault: str = ""  # "NaN" or "Inf" in the result, and its origin
     a: OperandStatistics = NO_STATISTICS
     b: OperandStatistics = NO_STATISTICS
+    calls: int = 1  # after many products several ones are one, without a shape
 
     @property
     def name(self) -> str:
@@ -70,6 +72,22 @@ class Recorder:
         key = layer, phase, operator
         count = self._calls[key] = self._calls.get(key, 0) + 1
         return count & (count - 1) == 0
+
+
+def fault_text(
+    fault: str, of_operands: Sequence[str], mode: str, reference: Mode | None, again: str
+) -> str:
+    """Return the text of a NaN or Inf in a result, and its origin; ``again`` is that of the reference's result."""
+    if not fault:
+        return ""
+    for name, of_operand in zip(("first", "second"), of_operands, strict=False):
+        if of_operand:
+            return f"{fault}: its {name} operand has {of_operand}"
+    if reference is None:
+        return f"{fault}: its operands are finite"
+    if again:
+        return f"{fault}: so is the product in {reference}"
+    return f"{fault}: by {mode}; the product is finite in {reference}"
 
 
 def sketch(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -247,7 +247,7 @@ class _Errors:
         self.underflow = self.clipped = 0.0
 
     def add(self, x: Observed) -> None:
-        self.count += 1
+        self.count += x.calls
         self.multiplications += x.multiplications
         self.underflow = max(self.underflow, x.a.underflow, x.b.underflow)
         self.clipped = max(self.clipped, x.a.clipped, x.b.clipped)
@@ -283,7 +283,9 @@ def _add_drift(
     calls: dict[tuple[str, str], int] = {}
     for x, y in zip(found, wanted, strict=False):
         number = calls[x.name, x.phase] = calls.get((x.name, x.phase), 0) + 1
-        if (x.layer, x.phase, x.operator, x.shape) != (y.layer, y.phase, y.operator, y.shape):
+        if (x.layer, x.phase, x.operator, x.shape, x.calls) != (
+            y.layer, y.phase, y.operator, y.shape, y.calls
+        ):  # fmt: skip
             return f"The runs part at product {number} of {_described(x)}: in the reference it is {_described(y)}."
         if x.sketch is not None and y.sketch is not None:
             each = sums[x.name, x.phase, x.mode]
@@ -297,6 +299,8 @@ def _add_drift(
 
 
 def _described(x: Observed) -> str:
+    if x.calls > 1:
+        return f"{x.name} ({x.calls} further ones)"
     shape = "x".join(map(str, x.shape)) or "a number"
     return f"{x.name} ({x.phase}, {x.operator}, {shape})"
 

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 from lowprec import policy
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import PassedBy
+from lowprec.core.interception_report import InterceptedProduct, PassedBy
 from lowprec.core.ledger import LedgerRow
 from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
@@ -66,20 +66,21 @@ class intercept(Interception):
     {'dot_general'}
     """
 
-    observes = True
-
     def __init__(self, math_mode: RulesLike) -> None:
         super().__init__(math_mode)
         self._observer: Observer | None = None
 
     def _key(self) -> Any:
-        if self.recorder is not None:
-            self._observer = Observer(self.recorder)
+        if self.recorder is not None or self.alone is not None:
+            self._observer = Observer(self.recorder, self.alone)
         return (
             self.rules,
             _default_precision(jax.config.jax_default_matmul_precision),
             self._observer,
         )
+
+    def unobserved(self) -> list[InterceptedProduct]:
+        return [p for p in self.report().products if p.operator != "dot_general"]
 
     def settle(self) -> None:
         if self._observer is not None:
@@ -157,6 +158,10 @@ def _lower_product(
     if _thread.is_busy or _context.value is None:
         return own(ctx, a, b, **params)
     rules, default, observer = _context.value
+    layer = ""
+    if observer is not None:
+        layer = observer.layer(ctx, _name_of(ctx))
+        rules = observer.rules_of(layer, rules)
     mode, reason = _mode_of(ctx, rules, params["dimension_numbers"])
     if policy.is_guarded():  # which sets JAX's default
         default = _default_precision(jax.config.jax_default_matmul_precision)
@@ -164,21 +169,21 @@ def _lower_product(
         reason = PassedBy.PRECISION
     if mode is None or reason is not None:
         _count(ctx, "dot_general", "", reason)
-        if observer is None:
+        if observer is None or not observer.records:
             return own(ctx, a, b, **params)
         compute = functools.partial(lax.dot_general_p.bind, **params)
-        return _lowered(observer.observed(ctx, _name_of(ctx), "", params, compute, None), ctx, a, b)
+        return _lowered(observer.observed(ctx, layer, "", params, compute, None), ctx, a, b)
     _count(ctx, "dot_general", mode.value, None)
     compute = functools.partial(
         multiply, dimensions=params["dimension_numbers"], out_sharding=params.get("out_sharding"), mode=mode.value,
         out_dtype=ctx.avals_out[0].dtype.name, on_gpu=platform in ("cuda", "rocm"),
     )  # fmt: skip
-    if observer is not None:
+    if observer is not None and observer.records:
         again = None
         reference = observer.recorder.reference
         if reference is not None and policy.resolve(reference).mode != mode:
             again = functools.partial(compute, mode=policy.resolve(reference).mode.value)
-        compute = observer.observed(ctx, _name_of(ctx), mode.value, params, compute, again)
+        compute = observer.observed(ctx, layer, mode.value, params, compute, again)
     return _lowered(compute, ctx, a, b)
 
 

@@ -103,8 +103,6 @@ class intercept(Interception):
     [('Linear', 'addmm', False, 1), ('Linear', 'mm', True, 1)]
     """
 
-    observes = True
-
     def __init__(
         self,
         math_mode: RulesLike,

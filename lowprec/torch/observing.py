@@ -9,15 +9,13 @@ from torch import Tensor
 
 from lowprec.core.interception_report import NO_STATISTICS
 from lowprec.core.ledger import LedgerRow
-from lowprec.core.recording import Observed, Recorder
+from lowprec.core.operand_statistics import SAMPLE
+from lowprec.core.recording import Observed, Recorder, fault_text
 from lowprec.modes import parse_mode
 from lowprec.torch.statistics import operand_statistics
 
 #: Passes by the product of a layer.
 _PASSES = {"": "backward", "forward": "backward"}
-_OPERANDS = ("first", "second")
-#: Numbers of an operand from which underflow and clipping are estimated.
-_MOST_NUMBERS = 1 << 16
 
 
 def observe(
@@ -47,12 +45,13 @@ def observe(
         of_a = of_b = NO_STATISTICS
         if again is not None and recorder.measures_next(row.layer, phase, row.operator):
             a, b = tensors
-            of_a, of_b = operand_statistics(
-                a.detach(), b.detach(), parse_mode(row.mode), _MOST_NUMBERS
-            )
-        fault = _fault(x)
-        if fault:
-            fault += _origin(recorder, tensors, row.mode, again)
+            of_a, of_b = operand_statistics(a.detach(), b.detach(), parse_mode(row.mode), SAMPLE)
+        fault = ""
+        if kind := _fault(x):
+            of_operands = [_fault(each) for each in tensors[:2]]
+            of_again = "" if again is None else _fault(again)
+            reference = None if again is None else recorder.reference
+            fault = fault_text(kind, of_operands, row.mode, reference, of_again)
         sketch = recorder.sketch(_numbers(x))
         seen = Observed(
             row.layer, phase, row.operator, row.mode, multiplications, tuple(x.shape), _norm(x), sketch, error,
@@ -78,15 +77,3 @@ def _fault(x: Tensor) -> str:
     if torch.isfinite(x.sum()) or torch.isfinite(x).all():
         return ""
     return "NaN" if torch.isnan(x).any() else "Inf"
-
-
-def _origin(recorder: Recorder, tensors: list[Tensor], mode: str, again: Tensor | None) -> str:
-    for name, x in zip(_OPERANDS, tensors[:2], strict=False):
-        fault = _fault(x)
-        if fault:
-            return f": its {name} operand has {fault}"
-    if again is None:
-        return ": its operands are finite"
-    if _fault(again):
-        return f": so is the product in {recorder.reference}"
-    return f": by {mode}; the product is finite in {recorder.reference}"

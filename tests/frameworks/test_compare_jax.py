@@ -35,7 +35,10 @@ def test_the_spoiled_layer_is_named_first():
     found = lowprec.compare(lambda: network(weights, x), "nvfp4", blame=True)
     line = network.__wrapped__.__code__.co_firstlineno + 5
     assert found.layers[0].layer == f"network, test_compare_jax.py:{line}"
-    assert f"of {found.layers[0].layer}" in found.verdict
+    assert f"of that comes from {found.layers[0].layer}" in found.verdict
+    assert 0.8 < sum(each.blame for each in found.layers) < 1.25
+    alone = lowprec.compare(lambda: network(weights, x), "nvfp4")
+    assert f"of {found.layers[0].layer}" in alone.verdict
     assert [each.share for each in found.layers] == [pytest.approx(1 / 3)] * 3
     assert all(each.mode == "nvfp4" for each in found.layers)
     assert not found.parting
@@ -57,6 +60,18 @@ def test_errors_equal_a_computation_by_hand():
             results.append(np.asarray(network(weights, x), float))
     change = np.linalg.norm(results[0] - results[1]) / np.linalg.norm(results[1])
     assert found.change == pytest.approx(change)
+
+
+def test_underflow_is_that_of_the_first_vectors():
+    """Of 2**17 numbers of an operand half are measured, those of its first rows or columns."""
+    jnp = jax.numpy
+    b = (
+        jnp.ones((256, 512), "float32").at[::16].set(1000)
+    )  # of each block of 16 the others are lost
+    found = lowprec.compare(lambda: jnp.ones((2, 4, 256), "float32") @ b, "nvfp4")
+    assert found.layers[0].underflow == 15 / 16
+    found = lowprec.compare(lambda: jnp.einsum("kn,bmk->bmn", b, jnp.ones((2, 4, 256))), "nvfp4")
+    assert found.layers[0].underflow == 15 / 16
 
 
 def test_loops_and_gradients_are_observed():

@@ -212,9 +212,11 @@ template <class T> bool takes(Product& p, const void* caller) {
     const bool is_inside = is_inside_lapack() || is_of_solver(caller);
     int rule = is_of_vector ? GEMV : p.routine;
     if (is_inside) rule = INSIDE_SOLVERS;
-    const int number = rules.rules[rule];
+    int number = rules.rules[rule];
+    if (const Observer* observer = observer_of(scope)) number = mode_of(*observer, number, p.routine, caller);
     Reason reason = TAKEN;
     bool is_computed = false;
+    p.reason = SOLVER;
     if (number < 0) {
         if (is_inside_lapack()) return false;
         reason = p.routine >= DOT ? VECTORS : NOT_TAKEN;
@@ -231,7 +233,9 @@ template <class T> bool takes(Product& p, const void* caller) {
         is_computed = reason == TAKEN && !p.mode->is_native && !is_blas_own;
     }
     const bool is_of_fp32 = is_half && reason == TAKEN && !p.mode->quantises;
-    count(scope, call, reason, is_of_fp32 ? -1 : number);
+    p.reason = reason;
+    p.number = is_of_fp32 ? -1 : number;
+    count(scope, call, reason, p.number);
     return is_computed;
 }
 

@@ -21,6 +21,7 @@ enum Reason { TAKEN, ELEMENT_TYPE, LONG, NO_MEMORY, SOLVER, VECTORS, OTHER_THREA
 const int MOST_COUNTS = 640;  // of a scope
 
 struct Scope;
+struct Observer;
 
 // A call, for the counters.
 struct Call {
@@ -47,6 +48,15 @@ bool is_inside_lapack();                 // this thread is in a routine of LAPAC
 void enter_lapack(int step);             // 1, or -1 at its end
 bool is_of_solver(const void* caller);   // a return address
 const char* name_of(int routine);        // null: there is none of this number
+// Writes the name of the Python function, outside of NumPy, that calls, and its line; leaves it empty if it is unknown.
+void name_function(const void* caller, char* to, size_t size, bool has_line);
+
+extern std::atomic<int> observers;  // number of those that record
+Observer* observer_of(const Scope*);  // null: its products are not observed
+Observer* new_observer(const lp_blas_observation&);
+void free_observer(Observer*);
+lp_blas_observed* take_observed(Observer&);
+int mode_of(const Observer&, int mode, int routine, const void* caller);  // of a product with this mode by the rules
 
 inline uint64_t mixed(uint64_t hash, int64_t value) {
     hash = (hash ^ (uint64_t)value) * 0x9e3779b97f4a7c15u;

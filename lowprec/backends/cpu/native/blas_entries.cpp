@@ -2,7 +2,7 @@
 //
 // A routine is a list of its arguments in C, as members of Arguments. In Fortran they are addresses, options are
 // letters, and there is no order. blas_words.cpp replaces the addresses of the routines in the libraries of a process.
-#include "blas_product.hpp"
+#include "blas_observing.hpp"
 #if defined(__linux__)
 
 namespace lp::blas {
@@ -207,17 +207,22 @@ template <class T> bool describe(Product& p, Arguments& x) {
     return true;
 }
 
+// Describes a call of a routine of COMPUTED; false if it is illegal.
+template <class T> bool is_product(Product& p, int routine, Arguments& x) {
+    p.routine = routine;
+    p.n = x.n;
+    p.alpha = routine == HERK ? x.real_alpha : x.alpha;
+    p.beta = routine == HERK ? x.real_beta : x.beta;
+    if (routine == DOT) p.alpha = {{1, 0}};
+    if (routine == GER) p.beta = {{1, 0}};
+    return describe<T>(p, x);
+}
+
 // True if the result is computed.
 template <class T> bool computes(int routine, Arguments& x, const void* caller) {
     if (routine < COMPUTED) {
         Product p = {};
-        p.routine = routine;
-        p.n = x.n;
-        p.alpha = routine == HERK ? x.real_alpha : x.alpha;
-        p.beta = routine == HERK ? x.real_beta : x.beta;
-        if (routine == DOT) p.alpha = {{1, 0}};
-        if (routine == GER) p.beta = {{1, 0}};
-        return describe<T>(p, x) && takes<T>(p, caller);
+        return is_product<T>(p, routine, x) && takes<T>(p, caller);
     }
     has_arrived = true;
     int64_t multiplications = x.n;
@@ -244,8 +249,38 @@ struct Entry<T, I, IS_FORTRAN, ROUTINE, LIBRARY, List<MEMBER...>> {
         Arguments x = {};
         x.c = &result;
         const bool is_legal = (Pass<MEMBER>::read(value, x.*MEMBER) & ...);
-        if (is_legal && computes<T>(ROUTINE, x, __builtin_return_address(0))) return result;
+        const void* const caller = __builtin_return_address(0);
+        if constexpr (ROUTINE < COMPUTED)
+            if (is_legal && observers.load(std::memory_order_relaxed)) return observed(x, caller, value...);
+        if (is_legal && computes<T>(ROUTINE, x, caller)) return result;
         return ((decltype(&call))original.load(std::memory_order_relaxed))(value...);
+    }
+
+private:
+    // The argument for a member, with another address of the result.
+    template <auto OF> static typename Pass<OF>::Value with_result(typename Pass<OF>::Value value, void* result) {
+        if constexpr (std::is_same_v<decltype(OF), void* Arguments::*>) return result;
+        else return value;
+    }
+    // The call while scopes of this process observe.
+    static __attribute__((noinline)) T observed(Arguments x, const void* caller,
+                                                typename Pass<MEMBER>::Value... value) {
+        T result = {};
+        if (ROUTINE == DOT) x.c = &result;
+        const auto own = (decltype(&call))original.load(std::memory_order_relaxed);
+        Product p = {};
+        Observation seen;
+        const bool is_legal = is_product<T>(p, ROUTINE, x);
+        const bool is_seen = is_legal && seen.begins(p, sizeof(T), caller);
+        if (!is_legal || !takes<T>(p, caller)) {
+            result = own(value...);
+        } else if (is_seen && seen.is_compared(p)) {
+            void* const other = seen.other(x.c);
+            const T number = own(with_result<MEMBER>(value, other)...);
+            if (ROUTINE == DOT) memcpy(other, &number, sizeof number);
+        }
+        if (is_seen && p.reason != SOLVER) seen.record<T>(p, caller);
+        return result;
     }
 };
 

@@ -32,6 +32,7 @@ struct Scope {
     std::atomic<bool> is_open;
     Scope* outer;
     lp_blas blas;
+    Observer* observer;
     Slot slots[SHAPES + KINDS];  // of shapes, and of products of further shapes by type, routine and reason
 };
 
@@ -49,6 +50,7 @@ void release(void* at) {
     Scope* scope = (Scope*)at;
     while (scope && scope->uses.fetch_sub(1) == 1) {
         Scope* outer = scope->outer;
+        free_observer(scope->observer);
         free(scope);
         scope = outer;
     }
@@ -108,6 +110,7 @@ struct Python {
     int (*start_collections)();
     void* (*frame)();
     void* (*outer)(void*);
+    int (*line)(void*);
     void* (*attribute)(void*, const char*);
     void* (*item)(void*, const char*);
     const char* (*text)(void*);
@@ -125,6 +128,7 @@ const Python* python() {
         "PyGC_Enable",
         "PyEval_GetFrame",
         "PyFrame_GetBack",
+        "PyFrame_GetLineNumber",
         "PyObject_GetAttrString",
         "PyDict_GetItemString",
         "PyUnicode_AsUTF8",
@@ -147,7 +151,9 @@ const Python* python() {
 
 // Writes the name of the Python function, outside of NumPy, that calls. NumPy, which has no locks of its own while it
 // multiplies, has released the interpreter's lock; of other callers the name is known if they hold it.
-void name_function(const void* caller, char* to, size_t size) {
+}  // namespace
+
+void name_function(const void* caller, char* to, size_t size, bool has_line) {
     const Python* py = python();
     Dl_info info;
     if (!py || !py->thread() || !dladdr(caller, &info) || !info.dli_fname) return;
@@ -166,6 +172,8 @@ void name_function(const void* caller, char* to, size_t size) {
         const char* of_module = module ? py->text(module) : "";
         const bool is_numpy = of_module && !strncmp(of_module, "numpy", 5) && (!of_module[5] || of_module[5] == '.');
         if (!is_numpy && name) snprintf(to, size, "%s.%s", of_module ? of_module : "", py->text(name));
+        const size_t length = strlen(to);
+        if (length && has_line) snprintf(to + length, size - length, ":%d", py->line(frame));
         void* outer = is_numpy ? py->outer(frame) : nullptr;
         for (void* each : {name, code, globals, held})
             if (each) py->release(each);
@@ -176,10 +184,12 @@ void name_function(const void* caller, char* to, size_t size) {
     py->unlock(state);
 }
 
+namespace {
+
 // The name stays if other functions call, too, and "..." follows it.
 void name_slot(Slot& slot, const void* caller) {
     char name[sizeof slot.kind.caller - 4] = "";
-    name_function(caller, name, sizeof name);
+    name_function(caller, name, sizeof name, false);
     char* known = slot.kind.caller;
     if (!*known) {
         memcpy(known, name, sizeof name);
@@ -199,6 +209,7 @@ Scope* scope_of_thread() {
     return scope && scope->is_open ? scope : nullptr;
 }
 const lp_blas& rules_of(const Scope* scope) { return scope->blas; }
+Observer* observer_of(const Scope* scope) { return scope->observer; }
 bool passes_all() { return own_depth > 0; }
 bool is_inside_lapack() { return lapack_depth > 0; }
 void enter_lapack(int step) { lapack_depth += step; }
@@ -293,6 +304,16 @@ LP_API void* lp_blas_scope(void) { return scope_of_thread(); }
 
 LP_API int64_t lp_blas_counts(void* scope, lp_blas_count* rows) {
     return take_counts(scope ? *(Scope*)scope : outside, rows);
+}
+
+LP_API int32_t lp_blas_observe(void* scope, const lp_blas_observation* observation) {
+    ((Scope*)scope)->observer = new_observer(*observation);
+    return ((Scope*)scope)->observer ? LP_OK : LP_NO_MEMORY;
+}
+
+LP_API lp_blas_observed* lp_blas_take_observed(void* scope) {
+    Observer* observer = ((Scope*)scope)->observer;
+    return observer ? take_observed(*observer) : nullptr;
 }
 
 LP_API const char* lp_blas_name(int32_t routine) { return name_of(routine); }

@@ -52,6 +52,8 @@ struct Product {
     Factor alpha, beta;
     const lp_blas_mode* mode;
     int threads;
+    Reason reason = SOLVER;  // as it was counted, and the number of the mode
+    int number = -1;
 };
 
 // Computes and counts a product of a type; false if the BLAS is to compute it.

@@ -174,6 +174,21 @@ typedef struct {
     char caller[91];                // the Python function at the first call, if it is known; "...": others call, too
 } lp_blas_count;
 
+// An observed product, or several ones of a function and routine, whose extents are 0.
+typedef struct lp_blas_observed {
+    struct lp_blas_observed* next;
+    int64_t calls, multiplications, m, n, k;
+    double square, error, reference;  // sums of squares: of the result, of its error, and of the reference's result
+    int64_t sums;                     // of the sketch
+    int32_t routine, reason, mode;    // as in lp_blas_count
+    int32_t is_compared;              // with the reference
+    int32_t fault, fault_of_a, fault_of_b, fault_again;  // 1: a NaN, 2: Inf, 3: both
+    int32_t vectors[2], length[2];    // of the first rows of a and columns of b, of some products
+    char letter;
+    char caller[103];  // the Python function and its line, if it is known
+    double sketch[];   // followed by these vectors as float
+} lp_blas_observed;
+
 // A scope applies to the thread that enters it and to those that it starts, or to all threads without one.
 LP_API void* lp_blas_create(const lp_blas*);                          // null if there is no memory
 LP_API int32_t lp_blas_enter(void* scope, int32_t all_threads);       // -> lp_status
@@ -181,6 +196,15 @@ LP_API void lp_blas_leave(void* scope);                               // in any 
 LP_API void lp_blas_free(void* scope);                                // when the calls of its threads have ended
 LP_API void* lp_blas_scope(void);                                     // the innermost one of this thread
 LP_API int64_t lp_blas_counts(void* scope, lp_blas_count*);           // moves at most 640; null: of other threads
+typedef struct {
+    int32_t records;    // whether products are recorded
+    int32_t compares;   // whether they are computed again, but for those in the mode `reference`
+    int32_t reference;  // number of a mode; -1: none
+    char alone[128];    // "caller (routine)": the only one that is not in the mode `reference`; empty: all are not
+} lp_blas_observation;
+LP_API int32_t lp_blas_observe(void* scope, const lp_blas_observation*);  // before it is entered. -> lp_status
+LP_API lp_blas_observed* lp_blas_take_observed(void* scope);  // those since the last call; lp_blas_free_observed frees
+LP_API void lp_blas_free_observed(lp_blas_observed*);
 LP_API const char* lp_blas_name(int32_t routine);                     // null: there is none of this number
 LP_API void lp_blas_install(int32_t is_on);                           // whether calls of the BLAS reach the scopes
 // A loop for a type of NumPy's matmul, matvec, vecmat or vecdot, with the place of the original; null: there is none.
