@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 from functools import cache
-from math import prod
+from math import frexp, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from lowprec.errors import DTypeError, quoted
@@ -60,6 +60,11 @@ class NumberFormat:
     def smallest_subnormal(self) -> float:
         return 2.0 ** (self.emin - self.precision + 1)
 
+    def holds(self, x: float) -> bool:
+        """Whether a number within the range has no more bits than those of the format."""
+        exponent = max(frexp(x)[1] - 1, self.emin)
+        return (x / 2.0 ** (exponent - self.precision + 1)).is_integer()
+
 
 def _ieee(name: str, precision: int, emax: int) -> NumberFormat:
     largest = (2.0 - 2.0 ** (1 - precision)) * 2.0**emax
@@ -82,11 +87,16 @@ INT8_CODES = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
 INT4_CODES = NumberFormat("int4", 4, 3, 3, 8.0, has_infinity=False)
 UINT4_CODES = NumberFormat("uint4", 5, 4, 3, 15.0, has_infinity=False)
 
+#: Unsigned, all bits one is NaN.
+FLOAT8_UE5M3 = NumberFormat("float8_ue5m3", 4, -14, 16, 114688.0, has_infinity=False)
+
 #: Formats of elements by their names in rules (`recipes.Rule`).
 ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": INT8_CODES}
 
 
-_NAME = re.compile(r"e(\d)m(\d)(none|nan|ieee|fnuz)?(?:b(-?\d+))?")
+#: Special values of formats whose name has none.
+DEFAULT_SPECIALS = {(4, 3): "nan", (5, 2): "ieee"}
+_NAME = re.compile(r"e(\d)m(\d)(none|nan|ieee|fnuz|p3109)?(?:b(-?\d+))?")
 
 
 @cache
@@ -94,7 +104,8 @@ def number_format(name: str) -> NumberFormat:
     """Return the format of elements of this name: ``"e3m2"``, with its special values and bias ``"e4m3fnuzb9"``.
 
     Special values: ``none``; ``nan``, all bits one; ``ieee``, Inf and NaN with the largest exponent; ``fnuz``, a NaN in
-    the place of -0, and a bias of one more. E4M3 has ``nan`` by default and E5M2 ``ieee``, as in OCP's specification.
+    the place of -0, and a bias of one more; ``p3109``, as ``fnuz``, and all bits one is Inf. E4M3 has ``nan`` by
+    default and E5M2 ``ieee``, as in OCP's specification.
     """
     if name in ELEMENTS:
         return ELEMENTS[name]
@@ -104,23 +115,34 @@ def number_format(name: str) -> NumberFormat:
             f"{quoted(name)} is not a format of elements, such as 'e3m2' or 'e4m3fnuz'"
         )
     exponent, mantissa = map(int, found.groups()[:2])
-    specials = found[3] or "none"
-    bias = (1 << exponent >> 1) - (specials != "fnuz")
+    specials = found[3] or DEFAULT_SPECIALS.get((exponent, mantissa), "none")
+    bias = standard_bias(exponent, specials)
     if found[4]:
         bias = int(found[4])
     top = (1 << exponent) - 1 - bias
     significand = 2.0 - 2.0**-mantissa
-    if specials == "nan":
+    lacks_last = specials in ("nan", "p3109")  # whether all bits one is no number
+    if lacks_last:
         significand -= 2.0**-mantissa
-    if specials == "ieee" or (specials == "nan" and not mantissa):
+    if specials == "ieee" or (lacks_last and not mantissa):
         top -= 1
         significand = 2.0 - 2.0**-mantissa
     bits = exponent + mantissa + 1
     if not (2 <= bits <= 8 and exponent > 0 and -100 <= 1 - bias <= top <= 100):
         raise DTypeError(f"{name} is not a format of 2 to 8 bits with exponents from -100 to 100")
     return NumberFormat(
-        name, mantissa + 1, 1 - bias, top, significand * 2.0**top, has_infinity=specials == "ieee"
+        name,
+        mantissa + 1,
+        1 - bias,
+        top,
+        significand * 2.0**top,
+        has_infinity=specials in ("ieee", "p3109"),
     )
+
+
+def standard_bias(exponent: int, specials: str | None) -> int:
+    """Return the bias of a format with so many bits of the exponent."""
+    return (1 << exponent >> 1) - (specials not in ("fnuz", "p3109"))
 
 
 @dataclass(frozen=True, slots=True)

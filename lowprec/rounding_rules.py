@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor, log2
 from typing import Any, NamedTuple
 
 from lowprec import formats
 from lowprec.errors import DTypeError, ModeError, quoted
-from lowprec.formats import BlockFormat, NumberFormat
+from lowprec.formats import BFLOAT16, BlockFormat, NumberFormat
 
 
 class Rule(NamedTuple):
@@ -16,13 +17,18 @@ class Rule(NamedTuple):
     elements: str  # name for `formats.number_format`
     scaling: str  # "tensor", "vector" (along k), "block"
     block: tuple[int, int] = (1, 0)  # vectors and elements along k with a common scale
-    # a `ScaleRule`: powers of two; "e4m3" with a scale of the tensor; "float32"
+    # a `ScaleRule`: powers of two; a key of `SCALES` with a further float32 scale; "float32"
     block_scale: str = ""
     rounding: str = "nearest"
     seed: int = 0  # key of the random numbers and of the Hadamard transform's signs
     stream: int = 0  # step, layer, pass and operand: part of the generator's counter
     hadamard: int = 0  # length of the transform along k before rounding; 0 for none
     power_scales: bool = False  # whether float32 scales are rounded up to powers of two
+    outer: str = (
+        "tensor"  # whose further scale it is that blocks with 8-bit scales have: "tensor" or "rows"
+    )
+    # magnitudes that the largest number of a block becomes, of which the best is chosen; () for the largest element
+    peaks: tuple[float, ...] = ()
 
     @property
     def number_format(self) -> NumberFormat | None:
@@ -34,12 +40,39 @@ class Rule(NamedTuple):
     @property
     def codes(self) -> str:
         """Name of the format of integers in blocks to which the rule rounds; empty if it is none."""
+        if not self.has_kernels:
+            return ""
         return _CODES.get((self.elements, self.block_scale, self.block), "")
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the compiled library rounds to the elements."""
-        return self.elements in formats.ELEMENTS
+        """Whether kernels have the elements and the scales."""
+        return self.elements in formats.ELEMENTS and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels have the scales."""
+        return self.outer == "tensor" and not self.peaks and self.block_scale != "e5m3"
+
+    @property
+    def scales(self) -> NumberFormat | None:
+        """The format of 8-bit scales that are not powers of two."""
+        return SCALES.get(self.block_scale)
+
+    @property
+    def largest_scale(self) -> float:
+        """The largest 8-bit scale; with several peaks the last power of two that each of these leaves in range."""
+        assert self.scales is not None
+        largest = self.scales.largest
+        if not self.peaks:
+            return largest
+        return float(2.0 ** floor(log2(largest * min(self.peaks) / max(self.peaks))))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a number times its 8-bit scale has more bits than bfloat16."""
+        bits = self.number_format.precision if self.number_format else 8
+        return bits + (self.scales.precision if self.scales else 0) > BFLOAT16.precision
 
     @property
     def is_stochastic(self) -> bool:
@@ -53,7 +86,12 @@ class Rule(NamedTuple):
 
     @property
     def has_tensor_scale(self) -> bool:
-        return self.scaling == "tensor" or self.block_scale == "e4m3"
+        return self.scaling == "tensor" or (self.scales is not None and self.outer == "tensor")
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each vector along k has a float32 scale."""
+        return self.scaling == "vector" or (self.scales is not None and self.outer == "rows")
 
     @property
     def marks_elements(self) -> bool:
@@ -74,6 +112,12 @@ class Rule(NamedTuple):
             text += f" in blocks of {length} along k with {scales}"
         else:
             text += f" in blocks of {vectors} x {length} with {scales}"
+        if self.scales and self.outer == "rows":
+            text = text.replace("one float32 scale", "a float32 scale per vector along k")
+        if self.peaks:
+            text += (
+                f", the better of {' and '.join(f'{x:g}' for x in self.peaks)} as largest magnitude"
+            )
         if self.power_scales:
             text += ", rounded up to powers of two"
         if self.hadamard:
@@ -95,10 +139,13 @@ _SCALES = {
     "rceil": "powers of two, rounded up, as scales",
     "even": "powers of two as scales, of the rounded largest numbers",
     "e4m3": "E4M3 scales and one float32 scale",
+    "e5m3": "E5M3 scales and one float32 scale",
     "float32": "float32 scales",
 }
 
 
+#: Formats of the 8-bit scales of blocks.
+SCALES = {"e4m3": formats.FLOAT8_E4M3FN, "e5m3": formats.FLOAT8_UE5M3}
 _BLOCK_SCALES = {
     formats.FLOAT8_E8M0FNU: "floor",
     formats.FLOAT8_E4M3FN: "e4m3",
@@ -130,8 +177,7 @@ FORMATS |= {
 }
 
 
-_SCALE_NAMES = {"e8m0": "floor", "e4m3": "e4m3", "float32": "float32"}
-_DEFAULTS = {(4, 3): "nan", (5, 2): "ieee"}
+_SCALE_NAMES = {"e8m0": "floor", "e4m3": "e4m3", "e5m3": "e5m3", "float32": "float32"}
 #: Lengths of the blocks of a `Format`.
 _LENGTHS = ("tensor", "rows", 16, 32, 64, 128)
 
@@ -146,17 +192,23 @@ class Format:
     ----------
     exponent, mantissa : int
         Bits of the exponent, from 1, and of the significand after the point.
-    specials : {"none", "nan", "ieee", "fnuz"}, optional
+    specials : {"none", "nan", "ieee", "fnuz", "p3109"}, optional
         Codes that are no numbers: none; all bits one is NaN; the largest exponent is Inf and NaN; -0 is NaN, with a
-        bias of one more. By default those of OCP's E4M3 (``"nan"``) and E5M2 (``"ieee"``), none for others. Rounding
-        saturates: numbers beyond the largest one become that.
+        bias of one more, and, in those of IEEE P3109, all bits one is Inf. By default those of OCP's E4M3 (``"nan"``)
+        and E5M2 (``"ieee"``), none for others. Rounding saturates: numbers beyond the largest one become that.
     bias : int, optional
         Of the exponent, by default 2^(exponent - 1) - 1.
     block : {"tensor", "rows", 16, 32, 64, 128}
         Numbers with a common scale: all, a vector along the axis that is summed over, or as many along it.
-    scale : {"float32", "e8m0", "e4m3"}
-        Type of the scales of blocks: E8M0 is a power of two, by the ``scale_rule`` of a recipe; with E4M3 there is a
-        float32 scale of the tensor, too.
+    scale : {"float32", "e8m0", "e4m3", "e5m3"}
+        Type of the scales of blocks: E8M0 is a power of two, by the ``scale_rule`` of a recipe; with E4M3 and
+        unsigned E5M3 there is a further float32 scale.
+    outer : {"tensor", "rows"}
+        Whose further scale this is: with that of a row, the row is rounded independently of the others.
+    peaks : tuple of float
+        Magnitudes of elements, such as ``(6, 4)`` of E2M1: each block is scaled to the first of these as its largest,
+        and to the others, and has the scale with the least sum of squared errors (J. Cook and others, "Four over six",
+        arXiv 2512.02010). By default the largest element.
 
     Raises
     ------
@@ -180,20 +232,20 @@ class Format:
     bias: int | None = None
     block: int | str = "tensor"
     scale: str = "float32"
+    outer: str = "tensor"
+    peaks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        default = _DEFAULTS.get((self.exponent, self.mantissa), "none")
+        default = formats.DEFAULT_SPECIALS.get((self.exponent, self.mantissa), "none")
         if self.specials is None:
             object.__setattr__(self, "specials", default)
-        standard = (
-            (1 << self.exponent >> 1) - (self.specials != "fnuz")
-            if isinstance(self.exponent, int)
-            else None
-        )
+        standard = None
+        if isinstance(self.exponent, int):
+            standard = formats.standard_bias(self.exponent, self.specials)
         if self.bias == standard:
             object.__setattr__(self, "bias", None)
         try:
-            formats.number_format(self.elements)
+            elements = formats.number_format(self.elements)
         except DTypeError as error:
             raise ModeError(f"{self!r}: {error}") from None
         if self.block not in _LENGTHS:
@@ -208,12 +260,31 @@ class Format:
             raise ModeError(
                 f"scales of a tensor or of rows are float32, got {self.scale}; pass block=32"
             )
+        self._check_scales(elements)
+
+    def _check_scales(self, elements: NumberFormat) -> None:
+        """Raise ModeError for further scales and peaks that the elements or the scales of blocks exclude."""
+        if self.outer != "tensor" and (self.outer != "rows" or self.scale not in SCALES):
+            raise ModeError(
+                f"outer of a format must be 'tensor', or 'rows' with scales in e4m3 or e5m3, got {quoted(self.outer)}"
+            )
+        object.__setattr__(self, "peaks", tuple(map(float, self.peaks)))
+        fitting = [
+            x
+            for x in self.peaks
+            if elements.holds(x) and 0 < x <= self.peaks[0] <= elements.largest
+        ]
+        if len(fitting) < len(self.peaks) or (self.peaks and self.scale not in SCALES):
+            raise ModeError(
+                f"peaks of a format are numbers of its elements up to {elements.largest:g}, the largest first, "
+                f"with scales in e4m3 or e5m3; got {quoted(self.peaks)}"
+            )
 
     @property
     def elements(self) -> str:
         """The name of the elements, as ``"e3m2"``."""
         name = f"e{self.exponent}m{self.mantissa}"
-        if self.specials != _DEFAULTS.get((self.exponent, self.mantissa), "none"):
+        if self.specials != formats.DEFAULT_SPECIALS.get((self.exponent, self.mantissa), "none"):
             name += str(self.specials)
         if self.bias is not None:
             name += f"b{self.bias}"
@@ -228,6 +299,7 @@ class Format:
             rule = Rule(self.elements, "vector")
         else:
             rule = Rule(self.elements, "block", (1, int(self.block)), _SCALE_NAMES[self.scale])
+        rule = rule._replace(outer=self.outer, peaks=self.peaks)
         return rule, rule
 
     @classmethod
@@ -236,12 +308,20 @@ class Format:
         name, *options = text.split(":")
         found = formats._NAME.fullmatch(name)
         given: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
-        if found is None or not given.keys() <= {"block", "scale"} or len(given) < len(options):
+        names = {"block", "scale", "outer", "peaks"}
+        if found is None or not given.keys() <= names or len(given) < len(options):
             raise ModeError(
                 f"{quoted(text)} is not a format, such as 'e3m2' or 'e3m2:block=32:scale=e8m0'"
             )
         if given.get("block", "").isdecimal():
             given["block"] = int(given["block"])
+        if "peaks" in given:
+            try:
+                given["peaks"] = tuple(map(float, given["peaks"].split("x")))
+            except ValueError:
+                raise ModeError(
+                    f"peaks of the format {quoted(text)} are not numbers, such as 6x4"
+                ) from None
         bias = None if found[4] is None else int(found[4])
         return cls(int(found[1]), int(found[2]), found[3], bias, **given)
 
@@ -249,6 +329,11 @@ class Format:
         text = f"{self.elements}:block={self.block}"
         if self.scale != "float32":
             text += f":scale={self.scale}"
+        if self.outer != "tensor":
+            text += f":outer={self.outer}"
+        if self.peaks:
+            numbers = (str(x).removesuffix(".0") for x in self.peaks)
+            text += f":peaks={'x'.join(numbers)}"
         return text
 
 
@@ -259,6 +344,13 @@ NAMED = {
     "fp8_fnuz": Format(4, 3, "fnuz"),
     "fp8_fnuz_e5m2": Format(5, 2, "fnuz"),
     "fp6_rows": Format(3, 2, block="rows"),
+    "nvfp4_4over6": Format(2, 1, block=16, scale="e4m3", peaks=(6, 4)),
+    "nvfp4_rows": Format(2, 1, block=16, scale="e4m3", outer="rows"),
+    "nvfp4_e5m3": Format(2, 1, block=16, scale="e5m3"),
+    "p3109_k8p3": Format(5, 2, "p3109"),
+    "p3109_k8p4": Format(4, 3, "p3109"),
+    "p3109_k8p5": Format(3, 4, "p3109"),
+    "p3109_k6p3": Format(3, 2, "p3109", block="rows"),
 }
 FORMATS |= {name: fmt.rules for name, fmt in NAMED.items()}
 

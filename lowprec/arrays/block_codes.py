@@ -14,6 +14,7 @@ from typing import Any
 from lowprec.arrays.block_layout import padded
 from lowprec.arrays.block_scales import (
     BlockScales,
+    best_of,
     block_scales,
     float_scale,
     power_of_two,
@@ -91,8 +92,12 @@ def rounded(
         values = xp.where(is_negative, -values, values)
         if rule.marks_elements:
             values = xp.where(magnitude < INFINITY, values, float("nan"))
-        values = cast(values, "bfloat16")
+        if not rule.is_wide:
+            values = cast(values, "bfloat16")
     values = xp.moveaxis(values.reshape(shape), -1, axis)
+    if rule.has_row_scales and rule.scaling == "block":
+        each = xp.repeat(whole, rule.block[0], 1)[:, :vectors]
+        return values, each.reshape(shape[:-1]), xp.ones_like(whole[0, 0, 0])
     return values, _stored_scales(found, rule, shape, xp), whole
 
 
@@ -138,7 +143,7 @@ def _scales_by_rule(
         high, wide = rule.block
     blocks = _blocks_of(magnitude, high, wide, xp)
     counted = blocks
-    if rule.marks_elements or rule.block_scale == "e4m3":
+    if rule.marks_elements or rule.scales:
         counted = xp.where(blocks < INFINITY, blocks, 0)
     whole = _tensor_scale(rule, counted, to, xp)
     if rule.scaling == "tensor":
@@ -150,7 +155,12 @@ def _scales_by_rule(
     if rule.marks_elements:
         blocks = counted
     peak = xp.amax(blocks, (-3, -1))
-    found = block_scales(peak, kind, to, whole, xp, rule.power_scales)
+    powers = rule.power_scales
+    found = block_scales(peak, kind, to, whole, xp, powers)
+    if rule.peaks:
+        targets = [replace(to, largest=each) for each in rule.peaks]
+        scaled = [block_scales(peak, kind, each, whole, xp, powers) for each in targets]
+        found = best_of(scaled, blocks, to, xp)
     spread = {}
     for name in ("divisors", "multipliers", "usable"):
         spread[name] = _spread(getattr(found, name), high, wide, magnitude.shape, xp)
@@ -161,11 +171,13 @@ def _of_nothing(x: Any, shape: Shape, axis: int, rule: Rule, xp: Any) -> tuple[A
     """Return the results of :func:`rounded` for an array without elements."""
     if rule.elements == "int8":
         values = converted(x, xp.int8)
+    elif rule.is_wide:
+        values = x
     else:
         values = cast(x, "bfloat16")
     scales = None
     one = xp.sum(x) + 1
-    if rule.scaling == "vector":
+    if rule.has_row_scales:
         scales = xp.broadcast_to(one, shape[:-1])
     elif rule.block_scale == "float32":
         along_k = -(-shape[-1] // rule.block[1])
@@ -176,15 +188,17 @@ def _of_nothing(x: Any, shape: Shape, axis: int, rule: Rule, xp: Any) -> tuple[A
 
 
 def _tensor_scale(rule: Rule, counted: Any, to: NumberFormat, xp: Any) -> Any:
-    """Return the scale of a tensor, shape (), from its magnitudes' bits."""
-    first = counted[0, 0, 0, 0, 0]
-    one = xp.ones_like(first.view(xp.float32))
-    if rule.scaling == "tensor" or rule.block_scale == "e4m3":
-        largest = to.largest
-        if rule.scaling == "block":
-            largest *= FLOAT8_E4M3FN.largest
+    """Return the scale of a tensor, shape (), from its magnitudes' bits; or of rows of blocks, (batch, row, 1)."""
+    largest = to.largest
+    if rule.scales:
+        largest = max(rule.peaks, default=largest) * rule.largest_scale
+    if rule.has_tensor_scale:
         return float_scale(xp.amax(counted), largest, xp, rule.power_scales)
-    return one
+    if rule.scales:
+        peaks = xp.amax(counted, (2, 3, 4))
+        return float_scale(peaks, largest, xp)[:, :, None]
+    first = counted[0, 0, 0, 0, 0]
+    return xp.ones_like(first.view(xp.float32))
 
 
 def _blocks_of(x: Any, high: int, wide: int, xp: Any) -> Any:

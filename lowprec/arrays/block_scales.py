@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays.namespaces import converted
 from lowprec.arrays.narrow_numbers import HIDDEN, INFINITY, OVERFLOW, nearest_codes, numbers_of
-from lowprec.formats import FLOAT8_E4M3FN, FLOAT32, NumberFormat
+from lowprec.formats import FLOAT32, NumberFormat
+from lowprec.rounding_rules import SCALES
 
 
 class BlockScales(NamedTuple):
@@ -33,8 +34,8 @@ def block_scales(
     """Return the scales of blocks by the bits of their largest magnitudes."""
     limit = INFINITY if peak.dtype == xp.int32 else OVERFLOW
     finite = peak < limit
-    if kind == "e4m3":
-        return _e4m3_scales(peak, finite, to, whole, xp)
+    if kind in SCALES:
+        return _byte_scales(peak, finite, SCALES[kind], to, whole, xp)
     if kind != "float32":
         return _power_scales(peak, finite, kind, to, xp)
     counted = xp.where(finite, peak, 0)
@@ -66,11 +67,14 @@ def power_of_two(scales: Any, xp: Any) -> Any:
     return bits.view(xp.float32)
 
 
-def _e4m3_scales(peak: Any, finite: Any, to: NumberFormat, whole: Any, xp: Any) -> BlockScales:
+def _byte_scales(
+    peak: Any, finite: Any, of: NumberFormat, to: NumberFormat, whole: Any, xp: Any
+) -> BlockScales:
+    whole = xp.broadcast_to(whole, peak.shape)
     largest = converted(unfolded(to.largest, peak, xp), whole.dtype)
     quotients = peak.view(whole.dtype) / largest / whole
-    scales = nearest_codes(quotients, FLOAT8_E4M3FN, xp)
-    numbers = numbers_of(scales, FLOAT8_E4M3FN, 31, xp)
+    scales = nearest_codes(quotients, of, xp)
+    numbers = numbers_of(scales, of, 31, xp)
     usable = scales > 0
     divisors = xp.where(usable, numbers * whole, 1.0)
     multipliers = xp.where(finite, numbers, float("nan"))
@@ -93,3 +97,37 @@ def unfolded(number: float, like: Any, xp: Any) -> Any:
     """Return a number as an array, hidden from XLA's constant folding, which multiplies by reciprocals of constants."""
     numbers = xp.where(like >= 0, number, 1.0)
     return converted(numbers, xp.float32)
+
+
+def best_of(found: list[BlockScales], blocks: Any, to: NumberFormat, xp: Any) -> BlockScales:
+    """Return the scales by which blocks have the least sum of squared errors, of equal ones the first.
+
+    Each error, in units of a scale, has 12 bits. Its square is exact then, and the sum in pairs is that of any library.
+    """
+    best, *others = found
+    first = xp.where(best.usable, best.divisors, 1.0)
+    least = _squared_errors(best, first, blocks, to, xp)
+    for each in others:
+        error = _squared_errors(each, first, blocks, to, xp)
+        is_less = error < least
+        least = xp.where(is_less, error, least)
+        chosen = [xp.where(is_less, x, y) for x, y in zip(each[:4], best[:4], strict=True)]
+        best = BlockScales(*chosen)
+    return best
+
+
+def _squared_errors(found: BlockScales, unit: Any, blocks: Any, to: NumberFormat, xp: Any) -> Any:
+    """Return the sum of the squared errors of each block, in squares of a unit; infinite if its scale is 0."""
+    divisors = xp.where(found.usable, found.divisors, 1.0)
+    divisors_of_each = xp.broadcast_to(divisors[:, :, None, :, None], blocks.shape)
+    quotients = blocks.view(xp.float32) / divisors_of_each
+    errors = abs(quotients - numbers_of(nearest_codes(quotients, to, xp), to, 31, xp))
+    errors = (errors.view(xp.int32) & ~0xFFF).view(xp.float32)
+    errors = xp.where(errors > 2.0**-50, errors, 0.0)  # other squares may be subnormal numbers
+    squares = xp.moveaxis(errors * errors, 2, 3)
+    batches, of_vectors, along_k, high, wide = squares.shape
+    squares = squares.reshape((batches, of_vectors, along_k, high * wide))
+    while squares.shape[-1] > 1:
+        squares = squares[..., ::2] + squares[..., 1::2]
+    ratio = divisors / unit
+    return xp.where(found.usable, squares[..., 0] * ratio * ratio, float("inf"))

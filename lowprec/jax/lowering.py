@@ -150,9 +150,14 @@ def _quantized(a: Any, b: Any, step: Any, shape: Shape, mode: Mode, *, on_gpu: b
         out = _dot(x, y, stacks, "BF16_BF16_F32", "float32")
     else:
         out = _fp32(x.astype(jnp.float32), y.astype(jnp.float32), stacks)
-    if scales_x is not None:
+    if scales_x is not None and scales_y is not None:
+        rows = scales_x[:, :, None]
+        columns = scales_y[:, None, :]
+        both = rows * columns
+        out = jnp.where(jnp.isinf(both), out * rows * columns, out * both)
+    elif scales_x is not None:
         out = out * scales_x[:, :, None]
-    if scales_y is not None:
+    elif scales_y is not None:
         out = out * scales_y[:, None, :]
     scale = scale_x * scale_y
     # sums of zero remain zero

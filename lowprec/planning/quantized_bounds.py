@@ -9,12 +9,13 @@ rounding. For an element x of a block with largest magnitude M and scale s, the 
 
 - u is the unit roundoff of the elements, or the loss of a clipped number if that is larger. Only the scales of OCP MX,
   s = 2^(floor(log2 M) - emax), clip: numbers up to 2^(emax + 1) s become the largest one. E4M3 scales of NVFP4 are
-  rounded with 2^-4, by which the largest numbers may exceed the largest element;
+  rounded with 2^-4 (those of E5M3, too), by which the largest numbers may exceed the largest element;
 - h = s d / 2, with d the spacing of the elements near zero: the smallest subnormal number, 1 for int8.
 
 A block of n numbers has |x' - x|^2 <= u^2 |x|^2 + n h^2 in its norm, and M is at most the norm, so that
 e = sqrt(u^2 + n (h / M)^2). For a scale of a tensor or of a block of several vectors, n counts all of its numbers.
-NVFP4 loses in addition up to 6 S 2^-10 per number by scales that underflow, S = peak / 2688 being the tensor's scale.
+Scales of 8 bits that underflow lose in addition up to 6 S t / 2 per number of NVFP4, with t = 2^-9 the least such scale
+and S = peak / (6 * 448) the tensor's or row's; of two peaks the better is at least as good as the first.
 
 Stochastic rounding has twice the errors: u and h become 2 u and 2 h. A Hadamard transform preserves norms; its own
 roundings, four additions and a factor, and the rounding of the transformed numbers are counted with 2^-21.
@@ -67,9 +68,9 @@ def _losses(rule: Rule, vectors: int, k: int) -> tuple[float, float, float, floa
             limit = 2.0**fmt.emax * (2 - 2.0**-fmt.precision)
             largest = limit / 2
             clip = 1 - fmt.largest / limit
-        elif rule.block_scale == "e4m3":
-            largest = largest / (1 + 2.0**-4)
-            clip = 2.0**-4
+        elif rule.scales:
+            clip = rule.scales.unit_roundoff
+            largest = min(rule.peaks, default=largest) / (1 + clip)
     twice = 2 if rule.is_stochastic else 1
     if rule.scaling == "tensor":
         count = vectors * k
@@ -86,8 +87,8 @@ def _operand(rule: Rule | None, vectors: int, k: int) -> tuple[float, float, flo
         return 0.0, 0.0, 0.0
     u, clip, h, count = _losses(rule, vectors, k)
     lost = 0.0
-    if rule.block_scale == "e4m3":
-        lost = 6 * 2.0**-10 / 2688 * sqrt(vectors * k)
+    if rule.scales:
+        lost = rule.scales.smallest_subnormal / 2 / rule.largest_scale * sqrt(vectors * k)
     if rule.hadamard:
         lost += _HADAMARD
     if clip <= u:

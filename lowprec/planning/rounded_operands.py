@@ -72,6 +72,11 @@ def types_on_gpu(
         raise UnsupportedError(
             f"the mode {mode} is for CPUs: on a GPU choose int8, which has a scale per vector"
         )
+    for rule in rules:
+        if rule is not None and (rule.is_wide or not rule.is_plain):
+            raise UnsupportedError(
+                f"the mode {mode} is for CPUs and JAX: no kernel of a GPU rounds to {rule}"
+            )
     if k_chunk is None and scale_modes(rules, layout, capabilities.compute_capability) is not None:
         return _float8(rules[0]), _float8(rules[1])
     if in_one_sum and _in_integers(rules):
@@ -91,6 +96,8 @@ def types_on_cpu(rules: Rules, capabilities: Capabilities) -> tuple[DType, DType
         return _float8(rules[0]), _float8(rules[1])
     if _in_integers(rules):
         return DType.INT8, DType.INT8
+    if any(rule is not None and rule.is_wide for rule in rules):
+        return DType.FLOAT32, DType.FLOAT32
     return DType.BFLOAT16, DType.BFLOAT16
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.arrays import block_codes
 from lowprec.arrays.narrow_numbers import nearest_codes, numbers_of
 from lowprec.backends.cpu import library
 from lowprec.core.rules import parse_rules
@@ -17,40 +18,33 @@ from lowprec.formats import number_format
 from lowprec.modes import parse_mode, rules_of
 from lowprec.recipes import Recipe
 from lowprec.rounding_rules import NAMED, Format
+from support.format_twin import SCALES, float_scale, magnitudes, rounded_exactly
 from support.narrow_twin import nearest
 
-BLOCKS = [("tensor", "float32"), ("rows", "float32"), (32, "e8m0"), (16, "e4m3"), (64, "float32")]
+BLOCKS = [
+    ("tensor", "float32"), ("rows", "float32"), (32, "e8m0"), (16, "e4m3"), (64, "float32"), (16, "e5m3"), (32, "e4m3"),
+]  # fmt: skip
 
 
 def random_format(rng):
     """Return a format of at most 8 bits, of any special values, bias, block and scale."""
     while True:
         exponent, mantissa = int(rng.integers(1, 8)), int(rng.integers(0, 7))
-        specials = [None, "none", "nan", "ieee", "fnuz"][rng.integers(5)]
+        specials = [None, "none", "nan", "ieee", "fnuz", "p3109"][rng.integers(6)]
         bias = None if rng.random() < 0.5 else int(rng.integers(-8, 20))
         block, scale = BLOCKS[rng.integers(len(BLOCKS))]
+        outer = "rows" if scale in SCALES and rng.random() < 0.4 else "tensor"
+        peaks = ()
         try:
-            return Format(exponent, mantissa, specials, bias, block, scale)
+            if scale in SCALES and rng.random() < 0.4:
+                numbers = magnitudes(Format(exponent, mantissa, specials, bias))
+                drawn = rng.choice(
+                    len(numbers), min(len(numbers) - 1, int(rng.integers(1, 4))), False
+                )
+                peaks = tuple(float(numbers[i]) for i in sorted(drawn, reverse=True))
+            return Format(exponent, mantissa, specials, bias, block, scale, outer, peaks)
         except lowprec.ModeError:
             continue
-
-
-def magnitudes(fmt):
-    """The numbers of a format that are not negative, by its definition, as fractions."""
-    bias = fmt.bias
-    if bias is None:
-        bias = 2 ** (fmt.exponent - 1) - (fmt.specials != "fnuz")
-    found = []
-    for code in range(2 ** (fmt.exponent + fmt.mantissa)):
-        exponent, mantissa = divmod(code, 2**fmt.mantissa)
-        is_top = exponent == 2**fmt.exponent - 1
-        if is_top and (
-            fmt.specials == "ieee" or (fmt.specials == "nan" and mantissa == 2**fmt.mantissa - 1)
-        ):
-            continue
-        size = Fraction(mantissa, 2**fmt.mantissa) + (exponent > 0)
-        found.append(size * Fraction(2) ** (max(exponent, 1) - bias))
-    return found
 
 
 def test_a_format_is_a_value_with_a_text(rng):
@@ -97,6 +91,23 @@ def test_rounding_is_exact_for_random_formats(rng):
         ], fmt
 
 
+def test_formats_of_p3109_are_those_of_gfloat():
+    """All signed ones of 3 to 8 bits, with infinities and without."""
+    gfloat = pytest.importorskip("gfloat")
+    p3109 = pytest.importorskip("gfloat.formats").format_info_p3109
+    for bits, precision in itertools.combinations(range(8, 0, -1), 2):
+        for domain, specials in (("Extended", "p3109"), ("Finite", "fnuz")):
+            if bits < 3:
+                continue
+            info = p3109(bits, precision, domain=getattr(gfloat.Domain, domain))
+            values = [gfloat.decode_float(info, code).fval for code in range(2 ** (bits - 1))]
+            to = number_format(f"e{bits - precision}m{precision - 1}{specials}")
+            finite = [v for v in values if np.isfinite(v)]
+            codes = np.arange(len(finite), dtype=np.int32)
+            assert (numbers_of(codes, to, 31, np) == finite).all()
+            assert to.largest == finite[-1]
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -115,30 +126,49 @@ def test_numbers_are_those_of_ml_dtypes(text, name, rng):
     )
 
 
-def rounded(x, fmt):
-    """Return the numbers of rows in float64; of blocks with powers of two, and of whole rows and tensors."""
-    numbers = np.array([float(v) for v in magnitudes(fmt)])
-    length = {"tensor": x.size, "rows": x.shape[-1]}.get(fmt.block, fmt.block)
-    groups = x.reshape(-1, length)
-    peak = np.abs(groups).max(-1, keepdims=True)
-    if fmt.scale == "e8m0":
-        scale = 2.0 ** (np.floor(np.log2(peak)) - np.floor(np.log2(numbers[-1])))
-    else:
-        scale = (peak / np.float32(numbers[-1])).astype(np.float32)
-    q = np.minimum(np.abs(groups / scale.astype(np.float32)), np.float32(numbers[-1]))
-    codes = [nearest(Fraction(float(v)), magnitudes(fmt)) for v in q.ravel()]
-    return (numbers[codes].reshape(q.shape) * np.sign(groups) * scale).reshape(x.shape)
+def blocks(rng, fmt, count):
+    """Return numbers of all magnitudes: some vectors along k with about so many blocks in all."""
+    length = fmt.block if isinstance(fmt.block, int) else 32
+    x = rng.standard_normal((max(count // 3, 1), 3 * length - 5)) * 2.0 ** rng.uniform(
+        -24, 24, (max(count // 3, 1), 1)
+    )
+    x *= 2.0 ** rng.integers(-9, 1, x.shape)
+    x[rng.random(len(x)) < 0.05, :length] = 0
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+def test_blocks_are_exact_for_random_formats(count, rng):
+    """100,000 blocks in the long run: their numbers, and the float32 scales of tensors and rows."""
+    for _ in range(200 if count > 12 else 60):
+        fmt = random_format(rng)
+        x = blocks(rng, fmt, count)
+        values, scales, whole = block_codes.rounded(x, -1, fmt.rules[0], np)
+        want, of_vectors = rounded_exactly(x, fmt)
+        np.testing.assert_array_equal(values.astype(float), want, str(fmt))
+        if fmt.outer == "rows" or fmt.block == "rows":
+            np.testing.assert_array_equal(scales, of_vectors, str(fmt))
+        else:
+            assert (of_vectors == float(whole)).all(), fmt
 
 
 @pytest.mark.parametrize(
     "fmt",
     [*NAMED.values(), Format(4, 3, "ieee", block="rows"), Format(2, 0, block=32, scale="e8m0"), Format(3, 2, bias=1),
-     Format(1, 2, block=64)],
+     Format(2, 5, block=16, scale="e4m3"), Format(1, 2, block=64)],
     ids=str,
 )  # fmt: skip
 def test_products_are_those_of_the_rounded_numbers(fmt, rng):
     a, b = rng.standard_normal((5, 64), np.float32), rng.standard_normal((7, 64), np.float32)
-    exact = rounded(a, fmt) @ rounded(b, fmt).T
+    (x, of_x), (y, of_y) = (rounded_exactly(v, fmt) for v in (a, b))
+    if fmt.scale == "float32" and isinstance(fmt.block, int):
+        of_x, of_y = (
+            np.float32(
+                [float_scale(float(np.abs(row).max()), float(magnitudes(fmt)[-1])) for row in v]
+            )
+            for v in (a, b)
+        )
+    exact = (x * of_x[:, None]) @ (y * of_y[:, None]).T
     found = lowprec.matmul(a, b.T, math_mode=fmt)
     np.testing.assert_allclose(found, exact, rtol=0, atol=2.0**-16 * 64)
     error = np.linalg.norm(found - a.astype(float) @ b.T.astype(float))
@@ -148,6 +178,27 @@ def test_products_are_those_of_the_rounded_numbers(fmt, rng):
     assert np.array_equal(
         found, lowprec.matmul(a, lowprec.prepare(np.ascontiguousarray(b.T)), math_mode=fmt)
     )
+
+
+def test_the_better_peak_has_the_smaller_error(rng):
+    x = rng.standard_normal((200, 16), np.float32)
+
+    def squares(fmt):
+        values, _, whole = block_codes.rounded(x, -1, fmt.rules[0], np)
+        return ((values.astype(float) * whole - x) ** 2).sum(-1)
+
+    each = [squares(Format(2, 1, block=16, scale="e4m3", peaks=(6, p))) for p in (6, 4)]
+    assert each[1].sum() < 0.9 * each[0].sum()
+    assert (each[1] < each[0]).mean() > 0.2
+
+
+def test_rows_of_nvfp4_are_independent_of_their_batch(rng):
+    """The first row alone has the bits that it has next to a row of 2^20 times its numbers; not so with one scale."""
+    a, b = rng.standard_normal((3, 64), np.float32), rng.standard_normal((64, 7), np.float32)
+    a[1] *= 2.0**20
+    for mode, is_same in (("nvfp4_rows", True), ("nvfp4", False)):
+        alone, together = (lowprec.matmul(x, b, math_mode=mode)[0] for x in (a[:1], a))
+        assert np.array_equal(alone, together) == is_same
 
 
 def test_formats_of_kernels_have_their_bits(rng):
@@ -186,9 +237,13 @@ def test_recipes_of_formats(rng):
         (lambda: Format(3, 2, "inf"), "is not a format of elements"),
         (lambda: Format(3, 2, bias=200), "exponents from -100 to 100"),
         (lambda: Format(3, 2, block=24), "block of a format must be one of 'tensor', 'rows', 16, 32, 64, 128, got 24"),
-        (lambda: Format(3, 2, block=32, scale="e5m3"), "scale of a format must be one of e8m0, e4m3, float32"),
+        (lambda: Format(3, 2, block=32, scale="e5m2"), "scale of a format must be one of e8m0, e4m3, e5m3, float32"),
         (lambda: Format(3, 2, scale="e8m0"), "scales of a tensor or of rows are float32, got e8m0; pass block=32"),
         (lambda: parse_mode("e3m2:size=32"), "'e3m2:size=32' is not a format"),
+        (lambda: Format(2, 1, block=16, outer="rows"), "outer of a format must be 'tensor', or 'rows'"),
+        (lambda: Format(2, 1, block=16, scale="e4m3", peaks=(4, 6)), "peaks of a format are numbers of its elements"),
+        (lambda: Format(2, 1, block=16, scale="e8m0", peaks=(6, 4)), "peaks of a format are numbers of its elements"),
+        (lambda: parse_mode("e2m1:block=16:scale=e4m3:peaks=6-4"), "are not numbers, such as 6x4"),
         (lambda: Recipe((Format(3, 2, block=64), "mxfp8")), "cannot be multiplied"),
     ],
 )  # fmt: skip
