@@ -8,6 +8,7 @@ namespace {
 #include "emulate.hpp"
 #include "unscale.hpp"
 #include "quantize.hpp"
+#include "matrix_vector.hpp"
 
 struct Fp32 : Lanes4 {
     typedef f32v Acc;
@@ -18,8 +19,14 @@ struct Fp32 : Lanes4 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_neon = {
-    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
+extern const Lanewise lanewise_neon = {W,
+                                       emulate_block,
+                                       unscale_some,
+                                       largest_magnitude,
+                                       raise_vector_peaks,
+                                       quantize_part,
+                                       multiply_part,
+                                       round_numbers};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

@@ -3,6 +3,7 @@
 // The BLAS computes products inside LAPACK and those of vectors, unless a rule names them, those of types on which the
 // mode does not act, and calls with nothing to multiply or with illegal arguments, which it reports.
 #include "blas_product.hpp"
+#include "lanewise.hpp"
 #if defined(__linux__)
 
 namespace lp::blas {
@@ -25,6 +26,7 @@ bool is_in_other_part(const Matrix& x, int64_t i, int64_t j) {
 // Copies rows x cols elements of PLANES numbers as float32, row by row, with the part that is not stored.
 template <class Real, int PLANES>
 void copy(const Matrix& x, int64_t rows, int64_t cols, bool rounds_later, float* to) {
+    const lp::Arithmetic standard;  // no comparison with NaN is reported to the caller
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j++, to += PLANES) {
             const bool is_mirrored = is_in_other_part(x, i, j);
@@ -61,16 +63,17 @@ template <class Real, int PLANES> void combine(const Product& p, const float* su
         }
 }
 
-lp_matrix described(int64_t row, int64_t col, int type) {
-    lp_matrix x = {};
+void describe(lp_matrix& x, int64_t row, int64_t col, int type) {
     x.row = row;
     x.col = col;
+    x.row_offsets = x.inner_offsets = x.batch_offsets = nullptr;
+    x.scale_col = x.block = 0;
     x.type = type;
-    return x;
+    x.packed = 0;
 }
 
 // An operand as codes of integers in blocks, in whole blocks along k, with a scale for each.
-lp_matrix coded(lp_quantizer& q, bool is_b) {
+void describe_codes(lp_matrix& x, lp_quantizer& q, bool is_b) {
     const bool is_integer = q.elements == LP_NARROW_I8;
     const int64_t blocks = (q.k + q.block_k - 1) / q.block_k;
     q.to_vector = blocks * q.block_k;
@@ -80,10 +83,9 @@ lp_matrix coded(lp_quantizer& q, bool is_b) {
     q.scale_inner = 1;
     const int64_t bytes = is_integer ? q.to_vector : q.to_vector / 2;
     const int of_halves = q.scaling == LP_E4M3_SCALES ? LP_NVFP4 : LP_MXFP4;
-    lp_matrix x = described(is_b ? 0 : bytes, is_b ? bytes : 0, is_integer ? LP_CODES_I8 : of_halves);
+    describe(x, is_b ? 0 : bytes, is_b ? bytes : 0, is_integer ? LP_CODES_I8 : of_halves);
     x.block = q.block_k;
     x.scale_col = is_b ? blocks * (q.scaling == LP_F32_SCALES ? 4 : 1) : 0;
-    return x;
 }
 
 // Describes the rounding of the vectors of a (rows) or b (columns) along k, and the operand as it is after it.
@@ -99,10 +101,7 @@ void describe_rounding(lp_product& product, const Product& p, int of_source, boo
     q.k = product.k;
     q.vector = is_b ? from.col : from.row;
     q.inner = is_b ? from.row : from.col;
-    if (q.codes) {
-        rounded = coded(q, is_b);
-        return;
-    }
+    if (q.codes) return describe_codes(rounded, q, is_b);
     const bool is_along_k = q.inner == 1 || q.vector != 1;
     q.to_vector = is_along_k ? q.k : 1;
     q.to_inner = is_along_k ? 1 : vectors;
@@ -111,7 +110,7 @@ void describe_rounding(lp_product& product, const Product& p, int of_source, boo
     q.scale_batch = has_blocks ? (q.k + q.block_k - 1) / q.block_k * q.scale_inner : vectors;
     q.scale_vector = 1;
     const int type = q.elements == LP_NARROW_I8 ? LP_I8 : LP_BF16;
-    rounded = is_b ? described(q.to_inner, q.to_vector, type) : described(q.to_vector, q.to_inner, type);
+    describe(rounded, is_b ? q.to_inner : q.to_vector, is_b ? q.to_vector : q.to_inner, type);
 }
 
 bool has_few(const Product& p) {
@@ -125,17 +124,23 @@ int32_t multiply(const Product& p, int type) {
     const bool quantises = p.mode->quantises && !is_complex;
     const bool is_exact = type == LP_F16 && !quantises;  // modes round float32
     const bool adds = !is_zero(p.beta);
-    lp_product product = {};
+    lp_product product;  // written member by member, which takes a tenth of the time of a small product less
     product.m = p.m;
     product.n = p.n;
     product.k = p.k;
     product.batches = 1;
-    product.a = described(p.a.row, p.a.col, type);
-    product.b = described(p.b.row, p.b.col, type);
-    product.out = described(p.out.row, p.out.col, type);
-    product.c = described(p.out.row, p.out.col, adds ? type : -1);
-    product.bias = described(0, 0, -1);
-    if (!is_exact) product.scheme = p.mode->scheme[is_complex];
+    describe(product.a, p.a.row, p.a.col, type);
+    describe(product.b, p.b.row, p.b.col, type);
+    describe(product.out, p.out.row, p.out.col, type);
+    describe(product.c, p.out.row, p.out.col, adds ? type : -1);
+    describe(product.bias, 0, 0, -1);
+    if (is_exact) product.scheme = {};
+    else product.scheme = p.mode->scheme[is_complex];
+    product.activation = 0;
+    product.rounding[0].batches = product.rounding[1].batches = 0;
+    product.scale_order[0] = product.scale_order[1] = nullptr;
+    product.piece = 0;
+    product.last_unit = 0;
     const bool is_few = is_exact || (has_few(p) && !p.mode->quantises);
     product.unit = is_few ? p.mode->unit_of_few : p.mode->unit[is_complex];
     lp_call call = {};
@@ -158,28 +163,86 @@ int32_t multiply(const Product& p, int type) {
 
 bool needs_copy(const Matrix& x) { return x.is_conjugate || x.part != WHOLE || x.is_overwritten; }
 
+// Computes a product of a matrix and a vector in the pass that reads the matrix; false if others are to compute it.
+template <class T> bool multiplies_vector(const Product& p) {
+    typedef typename Type<T>::Real Real;
+    const lp_scheme& scheme = p.mode->scheme[0];
+    const bool is_rounded_once = !p.mode->quantises && scheme.format <= LP_TO_BF16 && scheme.parts_a < 2;
+    const bool by_column = p.n != 1;
+    const Matrix& matrix = by_column ? p.b : p.a;
+    const Matrix& vector = by_column ? p.a : p.b;
+    const int64_t sums = by_column ? p.n : p.m;
+    const int64_t of_sum = by_column ? matrix.col : matrix.row;
+    const int64_t along_k = by_column ? matrix.row : matrix.col;
+    const int64_t step = by_column ? vector.col : vector.row;
+    if (by_column && p.m != 1) return false;
+    if (!is_rounded_once || needs_copy(p.a) || needs_copy(p.b) || p.out.part != WHOLE) return false;
+    if (along_k != 1 && of_sum != 1) return false;
+    lp::Memory memory;
+    const int64_t numbers = p.k + sums + 2 * lp::ENDS;
+    Real* const gathered = (Real*)memory.of(numbers * (int64_t)sizeof(float) + p.k * (int64_t)sizeof(Real));
+    if (!gathered) return false;
+    float* const x = (float*)(gathered + p.k);
+    float* const y = x + p.k + lp::ENDS;
+    const bool is_wide = Type<T>::IS_WIDE;
+    for (int64_t i = 0; step != 1 && i < p.k; i++) gathered[i] = ((const Real*)vector.at)[i * step];
+    const void* const from = step == 1 ? vector.at : gathered;
+    if (!lp::round_rows(from, is_wide, x, 1, p.k, p.k, scheme.format, 1)) return false;
+    memset(x + p.k, 0, lp::ENDS * sizeof(float));
+    const bool sums_rows = along_k == 1;
+    lp::MatrixVector product = {(const char*)matrix.at, x, y, p.k, sums, along_k, is_wide, sums_rows, scheme.format};
+    if (sums_rows) {
+        std::swap(product.rows, product.columns);
+        product.ld = of_sum;
+    }
+    lp::multiply_vector(product, p.threads);
+    combine<Real, 1>(p, y);
+    return true;
+}
+
+// Copies an operand as float32; false if there is no memory.
+template <class T> bool copy_operand(Matrix& x, int64_t rows, int64_t cols, const Product& p, lp::Memory& memory) {
+    typedef typename Type<T>::Real Real;
+    constexpr int PLANES = Type<T>::PLANES;
+    const lp_scheme& scheme = p.mode->scheme[PLANES - 1];
+    const bool rounds_later = scheme.format != LP_EXACT && scheme.parts_a < 2;
+    float* const to = (float*)memory.of(rows * cols * PLANES * (int64_t)sizeof(float));
+    if (!to) return false;
+    const bool by_rows = x.col == 1;
+    const bool has_runs = !x.is_conjugate && x.part == WHOLE && (by_rows || x.row == 1);
+    const int64_t count = by_rows ? rows : cols;  // of runs, and their numbers
+    const int64_t size = by_rows ? cols : rows;
+    const int64_t ld = (by_rows ? x.row : x.col) * PLANES;
+    const bool is_known = !rounds_later || scheme.format <= LP_TO_BF16;
+    const int format = rounds_later ? scheme.format : LP_EXACT;
+    if (has_runs && is_known &&
+        lp::round_rows(x.at, Type<T>::IS_WIDE, to, count, size * PLANES, ld, format, p.threads)) {
+        x = Matrix{to, by_rows ? size : 1, by_rows ? 1 : size, false, false, WHOLE, GENERAL};
+        return true;
+    }
+    copy<Real, PLANES>(x, rows, cols, rounds_later, to);
+    x = Matrix{to, cols, 1, false, false, WHOLE, GENERAL};
+    return true;
+}
+
 template <class T> Reason compute(const Product& p) {
     using Real = typename Type<T>::Real;
     constexpr int PLANES = Type<T>::PLANES;
-    const int64_t BYTES = PLANES * (int64_t)sizeof(float);
     const bool is_wide = Type<T>::IS_WIDE;
-    const lp_scheme& scheme = p.mode->scheme[PLANES - 1];
-    const bool rounds_later = scheme.format != LP_EXACT && scheme.parts_a < 2;
+    const bool is_direct = !is_wide && p.out.part == WHOLE;
+    if constexpr (PLANES == 1)
+        if (multiplies_vector<T>(p)) return TAKEN;
+    if (is_direct && !needs_copy(p.a) && !needs_copy(p.b)) return multiply(p, Type<T>::TYPE) ? NO_MEMORY : TAKEN;
     lp::Memory memory[3];
     Product copied = p;
     for (const bool is_b : {false, true}) {
         Matrix& x = is_b ? copied.b : copied.a;
         if (!is_wide && !needs_copy(x)) continue;
-        const int64_t rows = is_b ? p.k : p.m;
-        const int64_t cols = is_b ? p.n : p.k;
-        float* to = (float*)memory[is_b].of(rows * cols * BYTES);
-        if (!to) return NO_MEMORY;
-        copy<Real, PLANES>(x, rows, cols, rounds_later, to);
-        x = Matrix{to, cols, 1, false, false, WHOLE, GENERAL};
+        if (!copy_operand<T>(x, is_b ? p.k : p.m, is_b ? p.n : p.k, p, memory[is_b])) return NO_MEMORY;
     }
-    const bool is_direct = !is_wide && p.out.part == WHOLE;
     if (!is_direct) {
-        copied.out = Matrix{memory[2].of(p.m * p.n * BYTES), p.n, 1, false, false, WHOLE, GENERAL};
+        copied.out =
+            Matrix{memory[2].of(p.m * p.n * PLANES * (int64_t)sizeof(float)), p.n, 1, false, false, WHOLE, GENERAL};
         if (!copied.out.at) return NO_MEMORY;
         copied.alpha = {{1, 0}};
         copied.beta = {{0, 0}};

@@ -6,6 +6,7 @@
 namespace lp {
 #if defined(__x86_64__)
 extern const Lanewise lanewise_avx2, lanewise_avx512;
+void multiply_part_bf16(const MatrixVector&, int64_t first, int64_t end);
 #else
 extern const Lanewise lanewise_neon;
 #endif
@@ -14,6 +15,7 @@ extern const Lanewise lanewise_neon;
 namespace {
 
 const int MOST_FRACTION_BITS = 25;
+const int64_t VECTOR_TO_SHARE = 1 << 17;  // numbers of a matrix
 const int64_t PIECE = 1 << 18;                                           // elements of an array
 const int64_t ELEMENTS_TO_SHARE = 1 << 20, PRODUCTS_TO_SHARE = 1 << 18;  // from which several threads are faster
 
@@ -183,4 +185,38 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
     };
     lp::share(pieces, elements < ELEMENTS_TO_SHARE ? 1 : threads, unscale);
     return special;
+}
+
+bool lp::multiply_vector(const MatrixVector& p, int threads) {
+    const Arithmetic standard;
+    const Lanewise* functions = found();
+    if (!functions) return false;
+    auto multiply_part = functions->multiply;
+#if defined(__x86_64__)
+    if constexpr (is_built(LP_BF16_AVX512))
+        if (p.format == LP_TO_BF16 && !p.is_wide && lp_units() >> LP_BF16_AVX512 & 1)
+            multiply_part = multiply_part_bf16;
+#endif
+    const int64_t sums = p.sums_rows ? p.rows : p.columns;
+    if (threads < 2 || p.rows * p.columns < VECTOR_TO_SHARE) {
+        multiply_part(p, 0, sums);
+        return true;
+    }
+    const int64_t each = ceil(ceil(sums, threads), 64) * 64;
+    auto multiply = [&](int64_t i) { multiply_part(p, i * each, least(sums, (i + 1) * each)); };
+    share(ceil(sums, each), threads, multiply);
+    return true;
+}
+
+bool lp::round_rows(const void* from, bool is_wide, float* to, int64_t rows, int64_t columns, int64_t ld, int format,
+                    int threads) {
+    const Arithmetic standard;
+    const Lanewise* functions = found();
+    if (!functions) return false;
+    const int64_t bytes = is_wide ? sizeof(double) : sizeof(float);
+    auto round = [&](int64_t i) {
+        functions->round((const char*)from + i * ld * bytes, is_wide, to + i * columns, columns, format);
+    };
+    share(rows, rows * columns < ELEMENTS_TO_SHARE ? 1 : threads, round);
+    return true;
 }

@@ -33,6 +33,18 @@ struct Part {
 const int STRIPE = 128 * 128, STRIPE_COLUMNS = 1024;  // elements of a stripe, and its columns, at most
 const int64_t STRIPE_BYTES = 9 * STRIPE + 5 * 4 * STRIPE_COLUMNS;
 
+// A product of a matrix whose rows are contiguous, of float32 or float64, and a vector that has been rounded: y = a @ x,
+// or, if not `sums_rows`, x @ a. After x are ENDS zeros, after y is space for ENDS numbers.
+const int ENDS = 32;
+struct MatrixVector {
+    const char* a;
+    const float* x;
+    float* y;
+    int64_t rows, columns, ld;
+    bool is_wide, sums_rows;
+    int32_t format;  // to which numbers of a are rounded: LP_EXACT, LP_TO_TF32 or LP_TO_BF16
+};
+
 struct Lanewise {
     int lanes;
     void (*emulate)(const Emulation&, int64_t row, int64_t column);  // a block of the result
@@ -40,6 +52,14 @@ struct Lanewise {
     uint32_t (*peak)(const Quantization&, const Part&, void* memory);  // the bits of the largest finite magnitude
     void (*vector_peaks)(const Quantization&, const Part&, void* memory);
     void (*quantize)(const Quantization&, const Part&, void* memory);
+    void (*multiply)(const MatrixVector&, int64_t first, int64_t end);  // a part of the sums
+    void (*round)(const void* from, bool is_wide, float* to, int64_t count, int format);
 };
+
+// False if this processor has no unit.
+bool multiply_vector(const MatrixVector&, int threads);
+// Rounds `rows` rows of contiguous numbers, `ld` apart, to such a format, into rows without gaps.
+bool round_rows(const void* from, bool is_wide, float* to, int64_t rows, int64_t columns, int64_t ld, int format,
+                int threads);
 
 }  // namespace lp

@@ -10,6 +10,7 @@ namespace {
 #include "emulate.hpp"
 #include "unscale.hpp"
 #include "quantize.hpp"
+#include "matrix_vector.hpp"
 
 struct Fp32 : Lanes8 {
     typedef f32v Acc;
@@ -24,8 +25,14 @@ struct Int8 : Lanes8 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx2 = {
-    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part};
+extern const Lanewise lanewise_avx2 = {W,
+                                       emulate_block,
+                                       unscale_some,
+                                       largest_magnitude,
+                                       raise_vector_peaks,
+                                       quantize_part,
+                                       multiply_part,
+                                       round_numbers};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }
 }  // namespace lp
