@@ -7,6 +7,7 @@ unknown in compiled graphs.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from torch import Tensor
 
 _MOST_NODES = 64
 _MOST_FRAMES = 24
-#: Backward formulas of products with vectors, whose results scale weights, and of functions of data.
+#: From the kernel of an operator to `calling_module` and `call_site`.
+_OWN_FRAMES = 6
+_MOST_SITES = 4096
+
+# Kinds of nodes: leaves, products with vectors, whose results scale weights, functions of data, and matrix products.
+_LEAF, _VECTORS, _DATA, _PRODUCT, _OTHER = range(5)
 _OF_VECTORS = ("Mv", "Dot", "Vdot")
 _OF_DATA = (
     "Addmm",
@@ -37,8 +43,11 @@ def parameters_behind(x: Tensor) -> list[Tensor]:
 
     These are the leaves with the number of elements of the copy if there are such, else all matrices (`cat`, products).
     """
+    node = x.grad_fn
+    if node is None or _kind(type(node)) == _DATA:
+        return []
     walk = _Walk()
-    leaves = _leaves(x.grad_fn, walk)
+    leaves = _leaves(node, walk)
     if not leaves or (walk.multiplies and x.ndim > 2):  # stacks of activations, of learned queries
         return []
     count = x.numel()
@@ -63,18 +72,17 @@ def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
     walk.nodes += 1
     if walk.nodes > _MOST_NODES:
         return None
-    variable = getattr(node, "variable", None)
-    if variable is not None:
-        return [variable]
-    name = type(node).__name__
-    if name.startswith(_OF_VECTORS):
+    kind = _kind(type(node))
+    if kind == _LEAF:
+        return [node.variable]
+    if kind == _VECTORS:
         return []
-    if name.startswith(_OF_DATA):
+    if kind == _DATA:
         return None
-    is_product = name.startswith("Mm")
+    is_product = kind == _PRODUCT
     walk.multiplies |= is_product
     found: list[Tensor] = []
-    for following, _ in getattr(node, "next_functions", ()):
+    for following, _ in node.next_functions:
         leaves = [] if following is None else _leaves(following, walk)
         if leaves is None or (is_product and not leaves):
             return None
@@ -82,9 +90,21 @@ def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
     return found
 
 
+@lru_cache(512)
+def _kind(node: type) -> int:
+    name = node.__name__
+    if name == "AccumulateGrad":
+        return _LEAF
+    if name.startswith(_OF_VECTORS):
+        return _VECTORS
+    if name.startswith(_OF_DATA):
+        return _DATA
+    return _PRODUCT if name.startswith("Mm") else _OTHER
+
+
 def calling_module() -> torch.nn.Module | None:
     """Return the module whose ``forward`` calls, outside of compiled graphs."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(_OWN_FRAMES)
     for _ in range(_MOST_FRAMES):
         if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
             found = frame.f_locals.get(frame.f_code.co_varnames[0])
@@ -94,6 +114,28 @@ def calling_module() -> torch.nn.Module | None:
             return None
         frame = frame.f_back
     return None
+
+
+def call_site(a: Tensor, b: Tensor) -> tuple[Any, Any]:
+    """Return the instruction of the program that multiplies, with the shapes of the operands, and its code."""
+    frame = sys._getframe(_OWN_FRAMES - 1)
+    code = frame.f_code
+    return (id(code), frame.f_lasti, a.shape, b.shape), code
+
+
+class ActivationSites:
+    """Instructions that multiplied two activations."""
+
+    def __init__(self) -> None:
+        self._codes: dict[Any, Any] = {}  # keeps them, so that their ids are theirs
+
+    def __contains__(self, site: tuple[Any, Any]) -> bool:
+        key, code = site
+        return self._codes.get(key) is code
+
+    def add(self, site: tuple[Any, Any]) -> None:
+        if len(self._codes) < _MOST_SITES:
+            self._codes[site[0]] = site[1]
 
 
 def holds(module: torch.nn.Module, x: Tensor) -> bool:

@@ -21,7 +21,7 @@ from lowprec import policy
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import PassedBy, Statistics
 from lowprec.core.ledger import LedgerRow
-from lowprec.core.rules import Layer, RulesLike
+from lowprec.core.rules import ALL, Layer, RulesLike
 from lowprec.errors import (
     ArrayError,
     DeviceError,
@@ -114,6 +114,9 @@ class intercept(Interception):
         super().__init__(math_mode, statistics)
         self.attention = attention
         self.step_number = step
+        self.depends_on_layers = any(
+            pattern != ALL or row(mode).quantizes for pattern, mode in self.rules
+        )
 
     def step(self) -> None:
         """Begin the next training step: the random numbers of recipes are those of its number."""
@@ -212,7 +215,8 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
         b = terms.b
         if kernel.in_place:
             out = args[0]
-        part = NAMES.of(a, b, _is_backward(), scope.attention)
+        is_needed = scope.depends_on_layers or scope.recorder is not None
+        part = NAMES.of(a, b, _is_backward(), scope.attention, is_needed)
         routine = routine_of(kernel.name, part, a, b)
         if _thread.watched is PassedBy.LINEAR_ALGEBRA:
             routine = "lapack"

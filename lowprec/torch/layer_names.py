@@ -22,7 +22,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowprec.core.rules import Layer
 from lowprec.recipes import Pass
-from lowprec.torch.copies import calling_module, holds, parameters_behind
+from lowprec.torch.copies import (
+    ActivationSites,
+    call_site,
+    calling_module,
+    holds,
+    parameters_behind,
+)
 
 
 class Part(NamedTuple):
@@ -67,12 +73,18 @@ class LayerNames:
         self._gradient: StorageWeakRef | None = None
         self._layers = WeakIdKeyDictionary()  # by parameter; empty for those without a module
         self._modules: dict[int, _Module] = {}  # by id
+        self._sites = ActivationSites()
         self._is_current = False
         self._is_watching = False
 
-    def of(self, a: Tensor, b: Tensor, backward: bool, attention: bool = False) -> Part:
-        """Return the part of a product in its layer; ``attention`` for those of two activations, too."""
-        layer, place = self._weight(a, b, backward)
+    def of(
+        self, a: Tensor, b: Tensor, backward: bool, attention: bool = False, is_needed: bool = True
+    ) -> Part:
+        """Return the part of a product in its layer; ``attention`` for those of two activations, too.
+
+        ``is_needed`` says whether its mode depends on its layer.
+        """
+        layer, place = self._weight(a, b, backward, is_needed)
         other = a if place else b
         if layer and backward:
             self._gradient = StorageWeakRef(other.untyped_storage())
@@ -87,13 +99,17 @@ class LayerNames:
             _remember(b, ())
         return _NO_PART
 
-    def _weight(self, a: Tensor, b: Tensor, backward: bool) -> tuple[Layer, int]:
+    def _weight(self, a: Tensor, b: Tensor, backward: bool, is_needed: bool) -> tuple[Layer, int]:
         """Return the layer of the operand that is a weight or a copy of one, and its place."""
         for place, x in ((1, b), (0, a)):
             layer = self._of_parameter(x)
             if layer:
                 return layer, place
         if backward:
+            return (), 0
+        # The names of copies are for the report alone, unless modes differ by layer.
+        site = None if is_needed else call_site(a, b)
+        if site is not None and site in self._sites:
             return (), 0
         for place, x in ((1, b), (0, a)):
             layer = self._of_copy(x)
@@ -102,6 +118,8 @@ class LayerNames:
             if layer:
                 _record(x, layer)
                 return layer, place
+        if site is not None:
+            self._sites.add(site)
         return (), 0
 
     def _of_copy(self, x: Tensor) -> Layer:
@@ -203,6 +221,8 @@ class LayerNames:
             return _find(x)
         # A parameter whose memory was replaced, as by `model.to` and sharding, is not found.
         base = x._base if x._is_view() else x
+        if type(base) is Tensor:
+            return ()
         if not isinstance(base, torch.nn.Parameter):
             return ()
         if base not in self._layers:

@@ -194,3 +194,22 @@ def test_functions_of_data_are_no_copies(torch, lt, records):
     found = {(p.layer, p.mode) for p in seen.report().taken}
     assert found == {("q", "nvfp4"), ("k", "nvfp4"), ("v", "nvfp4"), ("", "bf16")}
     assert sum(p.count for p in seen.report().taken if not p.layer) == 6
+
+
+@pytest.mark.parametrize("mode", ["bf16", "nvfp4"])
+def test_activations_at_the_place_of_a_product_stay_activations(torch, lt, mode):
+    """Where the modes do not depend on layers, the second product at a place is not searched for its layer."""
+    linear = torch.nn.Linear(COLUMNS, COLUMNS)
+    model = Custom(torch, lambda m: m.head(torch.ones(8, COLUMNS)) * 2, head=linear)
+    x = torch.ones(ROWS, COLUMNS)
+    with lt.intercept(mode) as seen:
+        for _ in range(3):
+            model(x)
+    rows = {p.shapes: p for p in seen.report().products}
+    of_activations = rows[(ROWS, COLUMNS), (COLUMNS, 8)]
+    assert (of_activations.layer, of_activations.count, of_activations.mode) == ("", 3, "bf16")
+    weight = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(COLUMNS, 8, bias=False))
+    with lt.intercept(mode) as seen:
+        weight(x)
+        weight(x)
+    assert [p.layer for p in seen.report().products if p.operator == "mm"] == ["Linear"]
