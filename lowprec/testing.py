@@ -314,10 +314,9 @@ def assert_matmul(
     result = _host(c)
     given = _product(a, b, mode, result.dtype, device)
     expected, lost = _tolerance(given)
-    if result.shape != expected.reference.shape:
-        raise ShapeError(
-            f"c has shape {result.shape}; the product of a and b has {expected.reference.shape}"
-        )
+    shape = expected.reference.shape
+    if result.shape != shape:
+        raise ShapeError(f"c has shape {result.shape}; the product of a and b has {shape}")
     found = _wide(result)
     wrong = ~expected.holds(found)
     nearer = _explanation(given, found, expected.reference, lost)

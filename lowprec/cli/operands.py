@@ -12,7 +12,6 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -28,25 +27,16 @@ from lowprec.util.strides import Shape
 _WIDE = 20
 
 
-class Distribution(NamedTuple):
-    """A description of random elements, and the function that draws them in float64."""
-
-    words: str
-    draw: Callable[[np.random.Generator, Shape], Array]
-
-
 def _wide(rng: np.random.Generator, shape: Shape) -> Array:
     exponents = rng.integers(-_WIDE, _WIDE, shape, endpoint=True)
     return np.ldexp(rng.standard_normal(shape), exponents)
 
 
-#: By the names of the command line.
-DISTRIBUTIONS: dict[str, Distribution] = {
-    "normal": Distribution(
-        "normal, mean 0, variance 1", lambda rng, shape: rng.standard_normal(shape)
-    ),
-    "positive": Distribution("uniform between 0 and 1", lambda rng, shape: rng.random(shape)),
-    "wide": Distribution(f"normal times 2^e, e from -{_WIDE} to {_WIDE}", _wide),
+#: By the names of the command line: descriptions of random elements, and the functions that draw them in float64.
+DISTRIBUTIONS: dict[str, tuple[str, Callable[[np.random.Generator, Shape], Array]]] = {
+    "normal": ("normal, mean 0, variance 1", np.random.Generator.standard_normal),
+    "positive": ("uniform between 0 and 1", np.random.Generator.random),
+    "wide": (f"normal times 2^e, e from -{_WIDE} to {_WIDE}", _wide),
 }
 
 
@@ -58,7 +48,7 @@ def operand(
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
     if dtype is DType.INT8:
         return rng.integers(-128, 127, shape, dtype=np.int8, endpoint=True)
-    draw = DISTRIBUTIONS[distribution].draw
+    _, draw = DISTRIBUTIONS[distribution]
     values = draw(rng, shape)
     if dtype.is_complex:
         values = values + 1j * draw(rng, shape)

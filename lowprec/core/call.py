@@ -215,9 +215,7 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: Mode | None = None) -
     out = others[0]
     target = options.out
     executor = entry.execute
-    like = a
-    if x.blocks:
-        like = x.source(a)
+    like = x.source(a) if x.blocks else a
     if target is None:
         try:
             target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)

@@ -49,7 +49,7 @@ def axes_of(x: Any, dimensions: Dimensions, number: int) -> OperandAxes:
     return OperandAxes(batch, free, summed)
 
 
-class Shape(NamedTuple):
+class Contraction(NamedTuple):
     """The multiplied axes, and the sharding of the result, None for JAX's choice."""
 
     dimensions: Dimensions
@@ -72,66 +72,68 @@ def multiply(
 
     ``step``, an int32 array, is that of a recipe without one.
     """
-    shape = Shape(dimensions, out_sharding)
+    contraction = Contraction(dimensions, out_sharding)
     storage = dtype_from_name(str(a.dtype))
     parsed = parse_mode(mode)
     scheme = row(parsed)
     if scheme.quantizes and scheme.acts(storage):
-        return _quantized(a, b, step, shape, parsed, on_gpu=on_gpu).astype(out_dtype)
+        return _quantized(a, b, step, contraction, parsed, on_gpu=on_gpu).astype(out_dtype)
     if storage is DType.INT8:
-        return _dot(a, b, shape, None, "int32")
+        return _dot(a, b, contraction, None, "int32")
     if storage.bits == 16 and on_gpu:
-        return _dot(a, b, shape, _PRESETS_16_BIT[storage.label], "float32").astype(out_dtype)
+        return _dot(a, b, contraction, _PRESETS_16_BIT[storage.label], "float32").astype(out_dtype)
     if storage.bits == 16:
-        return _fp32(a.astype(jnp.float32), b.astype(jnp.float32), shape).astype(out_dtype)
+        return _fp32(a.astype(jnp.float32), b.astype(jnp.float32), contraction).astype(out_dtype)
     if not storage.is_single_precision:
-        return _dot(a, b, shape, None, storage.label)
+        return _dot(a, b, contraction, None, storage.label)
     if scheme.widens:
-        return _widened(a, b, shape, out_dtype)
+        return _widened(a, b, contraction, out_dtype)
     if scheme.operand_format is formats.FLOAT32:
-        return _fp32(a, b, shape)
+        return _fp32(a, b, contraction)
     if on_gpu and scheme.jax_preset and not storage.is_complex and scheme.data is not DType.FLOAT16:
         if scheme.parts == 1:
             a = round_to(a, scheme.operand_format)
             b = round_to(b, scheme.operand_format)
-        return _dot(a, b, shape, scheme.jax_preset, storage.label)
-    return _of_parts(a, b, shape, scheme, on_gpu=on_gpu)
+        return _dot(a, b, contraction, scheme.jax_preset, storage.label)
+    return _of_parts(a, b, contraction, scheme, on_gpu=on_gpu)
 
 
-def _dot(a: Any, b: Any, shape: Shape, preset: str | None, result: str) -> Any:
+def _dot(a: Any, b: Any, contraction: Contraction, preset: str | None, result: str) -> Any:
     precision: Any = lax.Precision.HIGHEST
     if preset is not None:
         precision = lax.DotAlgorithmPreset[preset]
     return lax.dot_general(
         a,
         b,
-        shape.dimensions,
+        contraction.dimensions,
         precision=precision,
         preferred_element_type=np.dtype(result),
-        out_sharding=shape.out_sharding,
+        out_sharding=contraction.out_sharding,
     )
 
 
-def _fp32(a: Any, b: Any, shape: Shape) -> Any:
+def _fp32(a: Any, b: Any, contraction: Contraction) -> Any:
     # There are no presets for complex numbers.
     preset = None if jnp.iscomplexobj(a) else "F32_F32_F32"
-    return _dot(a, b, shape, preset, str(a.dtype))
+    return _dot(a, b, contraction, preset, str(a.dtype))
 
 
-def _widened(a: Any, b: Any, shape: Shape, out_dtype: str) -> Any:
+def _widened(a: Any, b: Any, contraction: Contraction, out_dtype: str) -> Any:
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
         product = _dot(
             lax.convert_element_type(a, wide),
             lax.convert_element_type(b, wide),
-            shape,
+            contraction,
             None,
             wide.name,
         )
         return lax.convert_element_type(product, np.dtype(out_dtype))
 
 
-def _quantized(a: Any, b: Any, step: Any, shape: Shape, mode: Mode, *, on_gpu: bool) -> Any:
+def _quantized(
+    a: Any, b: Any, step: Any, contraction: Contraction, mode: Mode, *, on_gpu: bool
+) -> Any:
     """Round both operands, with the codes and scales of the CPU's kernels, and multiply the rounded numbers."""
     draw = 0
     if not isinstance(mode, Recipe):
@@ -140,12 +142,12 @@ def _quantized(a: Any, b: Any, step: Any, shape: Shape, mode: Mode, *, on_gpu: b
         draw = mode.draw
         if mode.step:
             step = None
-    of_a = axes_of(a, shape.dimensions, 0)
-    of_b = axes_of(b, shape.dimensions, 1)
+    of_a = axes_of(a, contraction.dimensions, 0)
+    of_b = axes_of(b, contraction.dimensions, 1)
     first, second = rules_of(mode)
     x, scales_x, scale_x = _rounded(a, of_a, first.drawn(draw, 0), step)
     y, scales_y, scale_y = _rounded(b, of_b, second.drawn(draw, 1), step)
-    stacks = Shape((((2,), (2,)), ((0,), (0,))), None)
+    stacks = Contraction((((2,), (2,)), ((0,), (0,))), None)
     if on_gpu and x.dtype == y.dtype == jnp.bfloat16:
         out = _dot(x, y, stacks, "BF16_BF16_F32", "float32")
     else:
@@ -163,17 +165,17 @@ def _quantized(a: Any, b: Any, step: Any, shape: Shape, mode: Mode, *, on_gpu: b
     # sums of zero remain zero
     out = jnp.where(jnp.isinf(scale), out * scale_x * scale_y, out * scale)
     out = out.reshape(*_extents(a, of_a.batch), *_extents(a, of_a.free), *_extents(b, of_b.free))
-    return _sharded(out, shape)
+    return _sharded(out, contraction)
 
 
 def _extents(x: Any, axes: Iterable[int]) -> list[int]:
     return [x.shape[axis] for axis in axes]
 
 
-def _sharded(out: Any, shape: Shape) -> Any:
-    if shape.out_sharding is None:
+def _sharded(out: Any, contraction: Contraction) -> Any:
+    if contraction.out_sharding is None:
         return out
-    return reshard(out, shape.out_sharding)
+    return reshard(out, contraction.out_sharding)
 
 
 def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any, Any]:
@@ -201,25 +203,27 @@ def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any
     return values.reshape(extents), scales, scale
 
 
-def _of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:
-    total = _sum_of_parts(a, b, shape, scheme, on_gpu=on_gpu)
+def _of_parts(a: Any, b: Any, contraction: Contraction, scheme: ModeRow, *, on_gpu: bool) -> Any:
+    total = _sum_of_parts(a, b, contraction, scheme, on_gpu=on_gpu)
     if on_gpu or scheme.parts == 1:
         return total
     # An infinity has the parts Inf and NaN, so non-finite results are recomputed.
     finite = jnp.isfinite(total)
     return lax.cond(
-        jnp.all(finite), lambda: total, lambda: jnp.where(finite, total, _fp32(a, b, shape))
+        jnp.all(finite), lambda: total, lambda: jnp.where(finite, total, _fp32(a, b, contraction))
     )
 
 
-def _sum_of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:
+def _sum_of_parts(
+    a: Any, b: Any, contraction: Contraction, scheme: ModeRow, *, on_gpu: bool
+) -> Any:
     exponents = None
     is_fp16 = scheme.operand_format is formats.FLOAT16
     if is_fp16:
-        summed_a, summed_b = shape.dimensions[0]
+        summed_a, summed_b = contraction.dimensions[0]
         a, of_a = scaled(a, summed_a)
         b, of_b = scaled(b, summed_b)
-        exponents = _outer_sum(of_a, of_b, shape)
+        exponents = _outer_sum(of_a, of_b, contraction)
     is_narrow = is_fp16 and on_gpu and not jnp.iscomplexobj(a)
     parts_of_a = split(a, scheme)
     parts_of_b = split(b, scheme)
@@ -229,10 +233,10 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool
         y = parts_of_b[product.b_part]
         if is_narrow:  # exact
             term = _dot(
-                x.astype(jnp.float16), y.astype(jnp.float16), shape, "F16_F16_F32", "float32"
+                x.astype(jnp.float16), y.astype(jnp.float16), contraction, "F16_F16_F32", "float32"
             )
         else:
-            term = _fp32(x, y, shape)
+            term = _fp32(x, y, contraction)
         if product.factor != 1:
             term = term * product.factor
         total = term if total is None else total + term
@@ -241,10 +245,10 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool
     return times_power_of_two(total, -exponents, 3)
 
 
-def _outer_sum(a: Any, b: Any, shape: Shape) -> Any:
+def _outer_sum(a: Any, b: Any, contraction: Contraction) -> Any:
     """Return the sum of numbers of both operands' vectors, shared along the contracted axes, for each element."""
-    of_a = axes_of(a, shape.dimensions, 0)
-    of_b = axes_of(b, shape.dimensions, 1)
+    of_a = axes_of(a, contraction.dimensions, 0)
+    of_b = axes_of(b, contraction.dimensions, 1)
     batch = _extents(a, of_a.batch)
     rows = _extents(a, of_a.free)
     columns = _extents(b, of_b.free)
@@ -252,4 +256,4 @@ def _outer_sum(a: Any, b: Any, shape: Shape) -> Any:
     b = jnp.transpose(b, sum(of_b, ()))
     a = a.reshape(*batch, *rows, *[1] * len(columns))
     b = b.reshape(*batch, *[1] * len(rows), *columns)
-    return _sharded(a + b, shape)
+    return _sharded(a + b, contraction)

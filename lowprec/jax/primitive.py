@@ -105,27 +105,19 @@ for _primitive in (_product_p, _stepped_p):
 
 
 def _gradient(
-    gradient: Any,
-    a: Any,
-    b: Any,
-    step: Any = None,
-    *,
-    dimensions: Dimensions,
-    is_a: bool,
-    backward_mode: str,
-    **_: Any,
-) -> Any:
+    gradient: Any, a: Any, b: Any, step: Any = None, *,
+    dimensions: Dimensions, is_a: bool, backward_mode: str, **_: Any,
+) -> Any:  # fmt: skip
     """Return an operand's gradient: the product of ``gradient`` and the other operand over the other's free axes.
 
     The gradient of ``a`` has ``gradient`` as its first operand, that of ``b`` as its second one.
     """
-    operands = (a, b)
     number = 0 if is_a else 1
-    aval = operands[number].aval
-    other = operands[1 - number]
+    aval = (a, b)[number].aval
+    other = (b, a)[number]
     own = axes_of(aval, dimensions, number)
     others = axes_of(other, dimensions, 1 - number)
-    dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
+    dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other))).label
     # Axes of the forward product: batch, free axes of ``a``, free axes of ``b``.
     start = len(own.batch)
     if is_a:
@@ -134,25 +126,21 @@ def _gradient(
     batch = (tuple(range(len(own.batch))), others.batch)
     # The remaining axes of ``other`` are its contracted ones, in ascending order.
     in_order = tuple(mine for _, mine in sorted(zip(others.summed, own.summed, strict=True)))
-    factors = [gradient.astype(dtype.label), other.astype(dtype.label)]
-    axes = [own.free, in_order]
+    factors = (gradient.astype(dtype), other.astype(dtype))
+    axes = (own.free, in_order)
     if not is_a:
-        factors.reverse()
-        axes.reverse()
+        factors = factors[::-1]
+        axes = axes[::-1]
         summed = summed[::-1]
         batch = batch[::-1]
     order = sum(axes, own.batch)
-    mode = of_pass(
-        policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight"
-    ).value
+    mode = of_pass(policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight")
     product = dot_general(
-        factors[0], factors[1], step, dimensions=(summed, batch),
-        mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
-        out_sharding=_explicit_sharding(aval, order),
+        *factors, step, dimensions=(summed, batch), mode=mode.value, backward_mode=backward_mode,
+        out_dtype=dtype, out_sharding=_explicit_sharding(aval, order),
     )  # fmt: skip
-    return lax.transpose(product, tuple(order.index(i) for i in range(len(order)))).astype(
-        aval.dtype
-    )
+    positions = tuple(order.index(i) for i in range(len(order)))
+    return lax.transpose(product, positions).astype(aval.dtype)
 
 
 def _explicit_sharding(aval: Any, axes: Axes) -> Any:

@@ -47,11 +47,8 @@ def at_step(step: jax.Array) -> Iterator[None]:
     >>> bool((product(x, 1) == product(x, 2)).all()), product._cache_size()
     (False, 1)
     """
-    if (
-        not isinstance(step, jax.core.Tracer)
-        or step.shape
-        or not jnp.issubdtype(step.dtype, jnp.integer)
-    ):
+    is_traced = isinstance(step, jax.core.Tracer) and step.shape == ()
+    if not is_traced or not jnp.issubdtype(step.dtype, jnp.integer):
         raise ArrayError(
             "the step is not a traced integer of shape (): open the block inside of the function that jit compiles, "
             "whose argument the step is; outside, pass recipe.at(step) as the mode"

@@ -43,11 +43,11 @@ largest number, and over a row of k numbers at most sqrt(k) 2^-39 of the row's n
 Underflow in the parts of a number loses at most twice as much as in one part: the rest of the number itself, and the
 products of that rest, which are not computed.
 
-*Emulation by cuBLASLt* (``KernelRow.emulation``): an assumption, not a derivation. For finite operands, subnormal ones
-included, the error is assumed to be within the bound of native FP32 or FP64, element by element. The cuBLAS
-documentation, "Floating Point Emulation", states the same or better accuracy for BF16x9, and for fixed-point numbers
-with the dynamic mantissa control that lowprec sets, unless a variable of cuBLAS sets the number of bits. cuBLAS may
-return NaN instead of an infinity.
+*Emulation by cuBLASLt* (``KernelRow.cublas_emulation``): an assumption, not a derivation. For finite operands,
+subnormal ones included, the error is assumed to be within the bound of native FP32 or FP64, element by element. The
+cuBLAS documentation, "Floating Point Emulation", states the same or better accuracy for BF16x9, and for fixed-point
+numbers with the dynamic mantissa control that lowprec sets, unless a variable of cuBLAS sets the number of bits. cuBLAS
+may return NaN instead of an infinity.
 
 *Complex*: rounding the components of x changes x by at most u |x|. Each component of the result is a sum of 2k real
 products with an error of at most gamma_d times their magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|)
@@ -224,7 +224,7 @@ def error_bound(
     ``capability`` is that of the GPU, None for a CPU; ``elements`` the size of the result. By default k is one chunk.
     """
     fmt = operand_format(mode, compute_dtype)
-    if kernel.emulation:
+    if kernel.cublas_emulation:
         fmt = compute_dtype.format
     accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
@@ -266,7 +266,7 @@ def error_bound(
     else:
         error = _plain_error(model, size)
     bound = _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
-    if kernel.emulation:
+    if kernel.cublas_emulation:
         return _emulated(bound)
     return bound
 

@@ -97,7 +97,7 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
     rate = dict(capabilities.peak_tflops).get(units)
-    products = kernel.part_products if kernel.emulation else 1
+    products = kernel.part_products if kernel.cublas_emulation else 1
     if call is None or not rate or not capabilities.bytes_per_second or not products:
         return None
     length = sum(x.length for x in plan.schedule)

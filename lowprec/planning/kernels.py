@@ -65,14 +65,14 @@ class KernelRow(NamedTuple):
     concatenates: bool = False  # products of parts run as one, over concatenated parts
     is_cublaslt: bool = False  # a call of cuBLASLt
     # only for modes that cuBLASLt emulates by this compute type, in one call
-    emulation: ComputeType | None = None
+    cublas_emulation: ComputeType | None = None
     part_format: str = ""  # format of the parts of this emulation, by `format_name`
     part_products: int = 0  # their products per product, if it is known
     truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
     # formats with blocks whose codes in ``b`` it decodes as it packs, as FP8's
     decodes_b: frozenset[str] = frozenset()
-    emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
+    imitates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
 
     def __str__(self) -> str:
         return self.name
@@ -105,7 +105,7 @@ class Capabilities:
 
     def tensor_cores_of(self, kernel: KernelRow) -> Capability | None:
         """Return the compute capability of the tensor cores that a kernel uses or emulates; None for none."""
-        return kernel.emulates.capability if kernel.emulates else self.compute_capability
+        return kernel.imitates.capability if kernel.imitates else self.compute_capability
 
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return the cost of a flop of a kernel of this device for operands of this format."""
@@ -138,13 +138,13 @@ def choose_kernel(
     passed_over: list[Reason] = []
     for row in capabilities.kernels:
         is_of_format = row.formats is None or fmt in row.formats
-        if not is_of_format or row.emulation not in (None, emulation):
+        if not is_of_format or row.cublas_emulation not in (None, emulation):
             continue
         if row.requires is not None and row.requires not in capabilities.features:
             reason = Reason.of(
                 ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}"
             )
-        elif is_chunked and (row.k_chunk or row.emulation):
+        elif is_chunked and (row.k_chunk or row.cublas_emulation):
             reason = Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
         else:
             return row, tuple(passed_over)

@@ -193,7 +193,7 @@ def _mode_rows(plan: PlanReport) -> Iterator[Row]:
 
 
 def _emulates(plan: PlanReport, architecture: Architecture) -> str:
-    if plan.kernel_row.emulates:
+    if plan.kernel_row.imitates:
         return f"{architecture.label}'s tensor cores"
     return (
         f"nothing here: {architecture.label}'s tensor cores are emulated on the CPU for float16, bfloat16 and TF32 "

@@ -39,10 +39,10 @@ from lowprec.planning.rounded_operands import (
     types_on_cpu,
     types_on_gpu,
 )
-from lowprec.planning.schedule import make_schedule
+from lowprec.planning.schedule import PartProduct, make_schedule
 from lowprec.planning.split_bounds import chunk_for
 from lowprec.planning.stored import reads_codes_of_b
-from lowprec.planning.tensor_cores import Capability
+from lowprec.recipes import Rule
 
 PLAN_CACHE_SIZE = 1024
 
@@ -80,27 +80,17 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
     scheme = row(mode)
     acts = scheme.acts(compute_dtype)
     fmt = operand_format(mode, compute_dtype)
-    rounded = (False, False)
-    if acts:
-        rounded = _rounded(problem, fmt)
-    products = make_schedule(scheme, rounded, layout.k, problem.k_chunk)
-    is_chunked = any(x.k_stop - x.k_start < layout.k for x in products)
-    emulation = None
-    if acts:
-        emulation = scheme.emulation
-    operands = format_name(fmt)
-    if _multiplies_integers(problem, capabilities):
-        operands = BLOCKS
+    rounded = _rounded(problem, fmt if acts else None)
+    operands = BLOCKS if _multiplies_integers(problem, capabilities) else format_name(fmt)
+    is_chunked = (problem.k_chunk or layout.k) < layout.k
+    emulation = scheme.emulation if acts else None
     kernel, passed_over = choose_kernel(
         operands, capabilities, is_chunked=is_chunked, emulation=emulation
     )
-    if kernel.emulation:
+    if kernel.cublas_emulation:
         fmt = compute_dtype.format
         rounded = (False, False)
-    has_effect = acts and (compute_dtype.is_single_precision or kernel.emulation is not None)
-    k_chunk = problem.k_chunk
-    if k_chunk is None and any(rounded) and scheme.parts > 1:
-        k_chunk = _chunk_of(scheme, layout.k, capabilities.tensor_cores_of(kernel))
+    has_effect = acts and (compute_dtype.is_single_precision or kernel.cublas_emulation is not None)
     if kernel.is_cublaslt:
         layout = _following_c(problem, layout)
     multiplied, compute_type = _types(scheme, kernel, compute_dtype, has_effect)
@@ -117,25 +107,23 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
         rounded=rounded,
         multiplied_dtype=multiplied,
         cublas_compute_type=compute_type,
-        schedule=make_schedule(
-            scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates
-        ),
+        schedule=_schedule(checked, scheme, rounded, kernel, layout.k),
         kernel_row=kernel,
         passed_over=passed_over,
         copies=(),
     )
-    if not plan.flops:
-        return plan
-    if kernel.is_cublaslt:
-        return _lowered(plan)
-    return replace(plan, copies=_widened(plan) or _copies(plan))
+    return _with_copies(plan)
 
 
-def _chunk_of(scheme: ModeRow, k: int, capability: Capability | None) -> int | None:
-    """Return the length of the chunks of k that tensor cores sum, None for one chunk."""
-    if capability is None:
-        return None
-    return chunk_for(k, scheme.operand_format.name, capability)
+def _schedule(
+    checked: _Checked, scheme: ModeRow, rounded: tuple[bool, bool], kernel: KernelRow, k: int
+) -> tuple[PartProduct, ...]:
+    """Return the products of parts; tensor cores sum those of split operands in chunks of k."""
+    k_chunk = checked.problem.k_chunk
+    capability = checked.capabilities.tensor_cores_of(kernel)
+    if k_chunk is None and any(rounded) and scheme.parts > 1 and capability is not None:
+        k_chunk = chunk_for(k, scheme.operand_format.name, capability)
+    return make_schedule(scheme, rounded, k, k_chunk, concatenates=kernel.concatenates)
 
 
 def _rounded(problem: GemmProblem, fmt: NumberFormat | None) -> tuple[bool, bool]:
@@ -150,7 +138,7 @@ def _rounded(problem: GemmProblem, fmt: NumberFormat | None) -> tuple[bool, bool
 def _multiplies_integers(problem: GemmProblem, capabilities: Capabilities) -> bool:
     """Whether both operands are multiplied as integers in blocks; tile units multiply FP4 faster as bfloat16."""
     rows = capabilities.kernels
-    if not problem.in_integers or problem.k_chunk is not None or rows[0].emulates:
+    if not problem.in_integers or problem.k_chunk is not None or rows[0].imitates:
         return False
     if problem.ignores_product or not problem.a.shape[-1]:
         return False
@@ -181,22 +169,12 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     piece = piece_length(rules, layout.k, problem.k_chunk, mode)
     on_gpu = capabilities.compute_capability is not None
     if on_gpu:
-        layout = _following_c(problem, layout)
-        if (
-            layout.collapsed
-            and b_rule is not None
-            and b_rule.is_stochastic
-            and len(problem.b.shape) > 2
-        ):
-            layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
-        a_dtype, b_dtype = types_on_gpu(
-            rules, mode, layout, capabilities, not piece, problem.k_chunk
-        )
+        layout = _layout_on_gpu(problem, layout, b_rule)
+        dtypes = types_on_gpu(rules, mode, layout, capabilities, not piece, problem.k_chunk)
         piece = 0
     else:
-        a_dtype, b_dtype = types_on_cpu(rules, capabilities)
-    a = rounded_spec(problem.a, a_rule, a_dtype)
-    b = rounded_spec(problem.b, b_rule, b_dtype)
+        dtypes = types_on_cpu(rules, capabilities)
+    a, b = map(rounded_spec, (problem.a, problem.b), rules, dtypes)
     scaled = replace(problem, out_dtype=out_dtype, has_alpha=True, is_scaled=True)
     rounded = replace(scaled, a=a, b=b)
     codes = in_codes(scaled, rules)
@@ -204,9 +182,7 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
         rounded = codes
         piece = 0
     inner = _piece_plan(rounded, capabilities, piece, layout.k)
-    last = (
-        _piece_plan(rounded, capabilities, layout.k % piece or piece, layout.k) if piece else inner
-    )
+    last = _piece_plan(rounded, capabilities, piece and (layout.k % piece or piece), layout.k)
     plan = replace(
         inner,
         problem=problem,
@@ -225,11 +201,20 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     return plan
 
 
+def _layout_on_gpu(problem: GemmProblem, layout: GemmLayout, b_rule: Rule | None) -> GemmLayout:
+    """Return a layout in which each matrix of a stochastically rounded ``b`` has own random bits."""
+    layout = _following_c(problem, layout)
+    draws = b_rule is not None and b_rule.is_stochastic
+    if layout.collapsed and draws and len(problem.b.shape) > 2:
+        return stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
+    return layout
+
+
 def _without_kernels(capabilities: Capabilities, mode: Mode) -> Capabilities:
     """Return capabilities without compiled kernels, which round to few formats; those of GPUs round to all."""
     if capabilities.compute_capability is not None:
         return capabilities
-    if capabilities.kernels[0].emulates is not None:
+    if capabilities.kernels[0].imitates is not None:
         raise UnsupportedError(
             f"no tensor cores have the format {mode}; leave the scope of lowprec.emulate"
         )
@@ -265,6 +250,15 @@ def _piece_plan(problem: GemmProblem, capabilities: Capabilities, length: int, k
     return plan_gemm(piece, capabilities, MathMode.FP32)
 
 
+def _with_copies(plan: GemmPlan) -> GemmPlan:
+    """Return the plan with the copies that its kernel needs, and the call of cuBLASLt if that is the kernel."""
+    if not plan.flops:
+        return plan
+    if plan.kernel_row.is_cublaslt:
+        return _lowered(plan)
+    return replace(plan, copies=_widened(plan) or _copies(plan))
+
+
 def _lowered(plan: GemmPlan) -> GemmPlan:
     """Return the plan with the call of cuBLASLt, and copies for operands whose codes it does not read."""
     # With the first plan for cuBLASLt.
@@ -291,8 +285,8 @@ def _types(
     scheme: ModeRow, kernel: KernelRow, dtype: DType, has_effect: bool
 ) -> tuple[DType, ComputeType]:
     """Return the element type and the compute type of cuBLASLt's products."""
-    if kernel.emulation or not has_effect:
-        return dtype, kernel.emulation or dtype.compute_type
+    if kernel.cublas_emulation or not has_effect:
+        return dtype, kernel.cublas_emulation or dtype.compute_type
     if scheme.widens:
         return scheme.accumulator(dtype), scheme.compute_type
     return scheme.data or dtype, scheme.compute_type
@@ -308,7 +302,7 @@ def _check_sums(checked: _Checked) -> None:
             f"int8 operands with k = {k}: sums of more than {MAX_K_INT8} products may overflow int32; "
             "split the inner dimension"
         )
-    emulates_float8 = compute_dtype.is_float8 and checked.capabilities.kernels[0].emulates
+    emulates_float8 = compute_dtype.is_float8 and checked.capabilities.kernels[0].imitates
     if k_chunk is not None and compute_dtype.bits == 8 and not emulates_float8:
         raise UnsupportedError(
             f"k_chunk is {k_chunk}, but {compute_dtype} products are not summed in chunks; omit k_chunk="

@@ -63,7 +63,7 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         if not spec.dtype.results:
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {operand_names()}")
     dtypes = (problem.a.dtype, problem.b.dtype)
-    emulated = capabilities.kernels[0].emulates
+    emulated = capabilities.kernels[0].imitates
     if (
         emulated
         and problem.a.blocks

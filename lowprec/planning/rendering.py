@@ -120,34 +120,17 @@ def epilogue_rows(plan: GemmPlan) -> Iterator[Row]:
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     """Return the description of an operand as multiplied."""
     operand = int(name == "b")
-    spec = (plan.problem.a, plan.problem.b)[operand]
-    dtype = spec.dtype
-    pack = None
-    if plan.call:
-        pack = (plan.call.pack_a, plan.call.pack_b)[operand]
+    dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     kernel = plan.kernel_row
-    rule = None
-    if plan.quantized:
-        rule = plan.quantized.rules[operand]
-    if rule:
-        assert plan.quantized is not None
+    if plan.quantized and (rule := plan.quantized.rules[operand]):
         codes = plan.call.first.codes if plan.call else None
         if kernel.summation is Summation.BLOCKS:
             return f"{rule}; multiplied as integers, whose sums over a block are exact"
         return (
             f"{rule}; multiplied as {codes.name if codes else plan.quantized.inner.compute_dtype}"
         )
-    if plan.rounded[operand]:
-        text = row(plan.runs_as).inputs
-    elif spec.blocks and plan.call and plan.call.first.codes:
-        text = f"{spec.blocks.format}, as it is"
-    elif spec.blocks and not dtype.is_float8:
-        text = f"{spec.blocks.format} values as {dtype}"
-    elif dtype is plan.compute_dtype:
-        text = f"{dtype}, as it is"
-    else:
-        text = f"{dtype} values, unchanged"
-    if kernel.emulation:
+    text = _values(plan, operand)
+    if kernel.cublas_emulation:
         text = f"{dtype}, split by cuBLASLt into {kernel.part_format} parts"
     elif kernel.parts > 1:
         each = "each " if max(plan.split) > 1 else ""
@@ -159,6 +142,23 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
             text += f", held in {kernel.holds_in}"
     if plan.scaled[operand]:
         text += f", each {'column' if operand else 'row'} scaled by a power of two"
-    if pack and pack.complex_as != "no":
-        text += ", as a real matrix of twice the extents"
+    if plan.call:
+        pack = (plan.call.pack_a, plan.call.pack_b)[operand]
+        if pack and pack.complex_as != "no":
+            text += ", as a real matrix of twice the extents"
     return text
+
+
+def _values(plan: GemmPlan, operand: int) -> str:
+    """Return the description of the numbers of an operand that is not quantised."""
+    spec = (plan.problem.a, plan.problem.b)[operand]
+    dtype = spec.dtype
+    if plan.rounded[operand]:
+        return row(plan.runs_as).inputs
+    if spec.blocks and plan.call and plan.call.first.codes:
+        return f"{spec.blocks.format}, as it is"
+    if spec.blocks and not dtype.is_float8:
+        return f"{spec.blocks.format} values as {dtype}"
+    if dtype is plan.compute_dtype:
+        return f"{dtype}, as it is"
+    return f"{dtype} values, unchanged"

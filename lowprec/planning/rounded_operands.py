@@ -88,7 +88,7 @@ def types_on_gpu(
 
 def types_on_cpu(rules: Rules, capabilities: Capabilities) -> tuple[DType, DType]:
     """Return the types in which a CPU multiplies rounded numbers; FP8 if it emulates tensor cores that have it."""
-    emulated = capabilities.kernels[0].emulates
+    emulated = capabilities.kernels[0].imitates
     has_float8 = emulated is not None and tensor_cores_multiply(
         "float8_e4m3fn", emulated.capability
     )

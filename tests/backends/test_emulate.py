@@ -237,7 +237,7 @@ def test_the_rest_stays_as_it_is(dtype, mode, rng):
     with emulate("hopper"):
         assert identical(lowprec.matmul(a, b, math_mode=mode), expected)
         plan = lowprec.plan(a, b, math_mode=mode)
-    assert plan.kernel_row.emulates is None
+    assert plan.kernel_row.imitates is None
     assert "nothing here: Hopper's tensor cores" in " ".join(str(plan).split())
 
 
@@ -246,7 +246,7 @@ def test_numbers_that_volta_does_not_multiply(mode, operands):
     expected = lowprec.matmul(*operands, math_mode=mode)
     with emulate("volta"):
         assert identical(lowprec.matmul(*operands, math_mode=mode), expected)
-        assert lowprec.plan(*operands, math_mode=mode).kernel_row.emulates is None
+        assert lowprec.plan(*operands, math_mode=mode).kernel_row.imitates is None
         assert lowprec.plan(*operands, math_mode="fp16").kernel == "volta_float16"
 
 
@@ -338,7 +338,7 @@ def test_the_plan_shows_it(operands):
     with emulate("hopper"):
         plan = lowprec.plan(*operands, math_mode="tf32")
     assert plan.resolved is not None
-    assert plan.resolved.emulates is plan.kernel_row.emulates is Architecture.HOPPER
+    assert plan.resolved.emulates is plan.kernel_row.imitates is Architecture.HOPPER
     text = " ".join(str(plan).split())  # however lines are broken
     assert "emulates Hopper's tensor cores" in text
     assert "hopper_tf32: Hopper's tensor cores, emulated bit by bit: groups of 8 products" in text
@@ -351,7 +351,7 @@ def test_the_plan_shows_it(operands):
 def test_the_guard_and_rtol_decide_as_ever(operands):
     with emulate("hopper"), lowprec.fp32_guard():
         guarded = lowprec.plan(*operands, math_mode="tf32")
-    assert (str(guarded.mode), guarded.kernel_row.emulates) == ("fp32", None)
+    assert (str(guarded.mode), guarded.kernel_row.imitates) == ("fp32", None)
     assert guarded.resolved is not None
     assert guarded.resolved.emulates is Architecture.HOPPER
     with emulate("hopper"):

@@ -86,7 +86,7 @@ def test_small_products_run_as_one_and_the_leading_one_in_pieces(gpu, mode):
         assert all(len(order) == 1 for order in orders)
         assert [order.pop() for order in orders] == list(range(len(before), 0, -1))
     plan = lowprec.plan(a, b, math_mode=mode)
-    by_cublas = plan.kernel_row.emulation is not None
+    by_cublas = plan.kernel_row.cublas_emulation is not None
     assert plan.k_chunk in ((2048,) if by_cublas else (256, 512))
     assert (f"k chunk       {plan.k_chunk}: " in str(plan)) is not by_cublas
 
@@ -150,7 +150,7 @@ def test_exact_numbers_of_a_format_have_one_part(gpu, mode, name):
     holds = (
         (name == "bfloat16") == ("bf16" in mode)
         or "tf32" in mode
-        or plan.kernel_row.emulation is not None
+        or plan.kernel_row.cublas_emulation is not None
     )
     assert (plan.split[0] == 1) is holds
     both = lowprec.matmul(gpu.put(wide.T.copy()), gpu.put(narrow.T.copy()), math_mode=mode)

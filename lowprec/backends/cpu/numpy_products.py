@@ -39,7 +39,7 @@ def prepare(plan: GemmPlan) -> Executor:
     if kernel.summation is Summation.BLOCKS:
         return functools.partial(execute_blocks, plan)
     times: Callable[[Any, Any, Any], None] = multiply
-    if kernel.emulates:
+    if kernel.imitates:
         times = _emulated(plan, *(kernel.formats or ()))
     return functools.partial(execute, plan, functools.partial(_sum_products, times))
 
@@ -51,7 +51,7 @@ def _is_plain(plan: GemmPlan) -> bool:
         problem.a.dtype is problem.b.dtype is plan.out_dtype is plan.accumulator
         and _rounding(plan) is None
         and len(plan.schedule) == 1  # no chunks of k
-        and not (problem.has_epilogue or layout.collapsed or plan.kernel_row.emulates)
+        and not (problem.has_epilogue or layout.collapsed or plan.kernel_row.imitates)
         and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
     )
 
@@ -123,7 +123,7 @@ def _sum_products(
 
 def _emulated(plan: GemmPlan, fmt: str) -> Callable[[Any, Any, Any], None]:
     """Return the multiplication by an architecture's tensor cores, in place of :func:`multiply`."""
-    architecture = plan.kernel_row.emulates
+    architecture = plan.kernel_row.imitates
     assert architecture is not None
     types = plan.problem.a.dtype, plan.problem.b.dtype
     if DType.FLOAT8_E5M2 in types and types[0] is not types[1]:

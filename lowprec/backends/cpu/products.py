@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -136,28 +137,16 @@ def _executor(plan: GemmPlan, given: GemmProblem) -> Executor:
 
 def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Executor:
     functions = library.functions()
-    modes = kept_modes(plan)
     is_alone = plan.flops * len(plan.schedule) <= _ALONE
     gemm = functions.gemm_holding_gil if is_alone else functions.gemm
     keeps_float8 = _keeps_float8(plan, product)
     has_codes = product.b.type in library.CODES
     reads_a = product.a.type in library.CODES
-    source = Product.from_buffer_copy(product)
-    if keeps_float8:
-        source.b.type = library.BLOCK_TYPES["fp8_rows"]
-        source.b.block = product.k
-    by_panels = Product.from_buffer_copy(source)
-    by_panels.b.packed = 1
+    source, by_panels = _with_kept_b(product, keeps_float8)
+    keeps = _keeper(plan, product, has_codes, keeps_float8)
     key = _key_of_packed(plan, product, has_codes, keeps_float8)
     of_stored = ctypes.byref(product)
     of_panels = ctypes.byref(by_panels)
-    # A product of a batch that must be computed again needs c, which other products may have overwritten.
-    keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
-
-    def keeps(b: ArrayView, c: ArrayView | None, out: ArrayView) -> bool:
-        if (has_codes and b.blocks) or keeps_float8:
-            return True
-        return b.mode in modes and (keeps_c or c is None or c.address != out.address)
 
     def execute(arguments: Arguments, keep: Any = offsets) -> None:
         a, b, out, c, bias, alpha, beta, _, _, _, _, _, draw = arguments
@@ -174,25 +163,52 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
         of_c = 0 if c is None else c.address
         of_bias = 0 if bias is None else bias.address
         count = 1 if is_alone else threads.num_threads()
-        status = gemm(
-            description,
-            _call(
-                at_a, at, scales_a, scales, zeros, out.address, of_c, of_bias, 0, 0,
-                alpha.real, alpha.imag, beta.real, beta.imag, count, draw,
-            ),
+        numbers = _call(
+            at_a, at, scales_a, scales, zeros, out.address, of_c, of_bias, 0, 0,
+            alpha.real, alpha.imag, beta.real, beta.imag, count, draw,
         )  # fmt: skip
-        if not status:
-            return
+        status = gemm(description, numbers)
         if status == library.NOT_FINITE:
             execute(arguments._replace(b=b.strided(b.shape, b.strides)))
-        elif status == library.NO_MEMORY:
-            raise MemoryError("no memory for the packed operands of a product")
-        else:
-            raise BackendError(
-                f"the compiled library returned status {status} for a product that was planned for it"
-            )
+        elif status:
+            raise _error_of(status)
 
     return execute
+
+
+def _with_kept_b(product: Product, keeps_float8: bool) -> tuple[Product, Product]:
+    """Return the description from which a prepared ``b`` is packed, and that of the product with it."""
+    source = Product.from_buffer_copy(product)
+    if keeps_float8:
+        source.b.type = library.BLOCK_TYPES["fp8_rows"]
+        source.b.block = product.k
+    by_panels = Product.from_buffer_copy(source)
+    by_panels.b.packed = 1
+    return source, by_panels
+
+
+def _keeper(
+    plan: GemmPlan, product: Product, has_codes: bool, keeps_float8: bool
+) -> Callable[[ArrayView, ArrayView | None, ArrayView], bool]:
+    """Return the function of ``b``, ``c`` and the result that decides whether a prepared ``b`` is kept packed."""
+    modes = kept_modes(plan)
+    # A product of a batch that must be computed again needs c, which other products may have overwritten.
+    keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
+
+    def keeps(b: ArrayView, c: ArrayView | None, out: ArrayView) -> bool:
+        if (has_codes and b.blocks) or keeps_float8:
+            return True
+        return b.mode in modes and (keeps_c or c is None or c.address != out.address)
+
+    return keeps
+
+
+def _error_of(status: int) -> Exception:
+    if status == library.NO_MEMORY:
+        return MemoryError("no memory for the packed operands of a product")
+    return BackendError(
+        f"the compiled library returned status {status} for a product that was planned for it"
+    )
 
 
 def _key_of_packed(

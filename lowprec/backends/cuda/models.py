@@ -31,7 +31,7 @@ BF16X9 = CUBLASLT._replace(
     requires="bf16x9",
     missing="cuBLASLt emulates FP32 on compute capability 10.0 and 10.3 only, from cuBLAS 12.9",
     cost_per_flop=9 * 51.4 / 806,
-    emulation=ComputeType.COMPUTE_32F_EMULATED_16BFX9,
+    cublas_emulation=ComputeType.COMPUTE_32F_EMULATED_16BFX9,
     part_format="bfloat16",
     part_products=9,
 )
@@ -40,7 +40,7 @@ FIXED_POINT = CUBLASLT._replace(
     units="cuBLASLt's fixed-point emulation of FP64, or FP64 where cuBLASLt expects that to be faster",
     requires="fixed_point",
     missing="cuBLASLt emulates FP64 on compute capability 8.x, 9.0, 10.x, 11.0 and 12.x only, from cuBLAS 13.1",
-    emulation=ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT,
+    cublas_emulation=ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT,
     part_format="int8",
 )
 KERNELS = (BF16X9, FIXED_POINT, CUBLASLT)

@@ -86,6 +86,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="show every mode, and all distributions of random operands",
     )
     add_shared(parser, "--dtype")
+    _add_measurement(parser)
+    add_shared(parser, "--json")
+
+
+def _add_measurement(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the measurement and of its files."""
     parser.add_argument(
         "--rounds",
         type=count,
@@ -110,7 +116,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw error and bound against speed, or with several sizes speed and error against size: .png, .svg, ...",
     )
-    add_shared(parser, "--json")
 
 
 def _modes(text: str) -> Any:
@@ -223,13 +228,12 @@ def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
     is_int8 = dtype is DType.INT8
     usual = "all" if options.all else "normal"
     chosen = "normal" if is_int8 else options.distribution or usual
-    for size, (number, (name, distribution)) in product(sizes, enumerate(DISTRIBUTIONS.items())):
+    for size, (number, (name, (words, _))) in product(sizes, enumerate(DISTRIBUTIONS.items())):
         if chosen not in ("all", name):
             continue
         # A generator per case: its operands do not depend on which others are checked.
         rng = np.random.default_rng([options.seed, number])
-        words = "all its values" if is_int8 else distribution.words
         label = name
         if len(sizes) > 1:
             label = f"{name} {'x'.join(map(str, size))}"
-        yield Case(label, words, pairs(rng, size, dtype, name))
+        yield Case(label, "all its values" if is_int8 else words, pairs(rng, size, dtype, name))

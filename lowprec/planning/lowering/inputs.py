@@ -104,6 +104,12 @@ class Inputs(NamedTuple):
             return self.plan.quantized.rules[name == "b"]
         return None
 
+    def scale_mode(self, name: Name) -> str:
+        """Return the mode of the scales of an operand that is quantised to FP8, empty for another one."""
+        if self.scale_modes:
+            return self.scale_modes[name == "b"]
+        return ""
+
     @property
     def kernels(self) -> str | DType:
         return self.codes.name if self.codes else self.data
@@ -119,22 +125,31 @@ def _addend(problem: GemmProblem, layout: GemmLayout) -> MatrixStack | None:
     return c
 
 
+def _codes(plan: GemmPlan, aligned: bool) -> BlockFormat | None:
+    """Return the format whose codes cuBLASLt multiplies, None for numbers."""
+    blocks = plan.problem.a.blocks
+    if aligned and blocks and reason_to_widen(plan) is None:
+        return _READ_AS_CODES.get(blocks.format)
+    if plan.quantized is None or plan.multiplied_dtype.is_float8 or len(plan.schedule) > 1:
+        return None
+    capability = plan.capabilities.compute_capability
+    if fp4_units_multiply(plan.quantized.rules, plan.layout, capability):
+        return _READ_AS_CODES["nvfp4"]
+    return None
+
+
 def inputs_of(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> Inputs:
     problem = plan.problem
     layout = plan.layout
     data = plan.multiplied_dtype
-    codes = modes = None
+    modes = None
     if plan.quantized and data.is_float8:
         modes = scale_modes(plan.quantized.rules, layout, plan.capabilities.compute_capability)
         if widen:  # to a type of all devices
             in_blocks = modes is not None and "VEC128_32F" in modes
             data = DType.FLOAT32 if in_blocks else DType.BFLOAT16
             modes = None
-    elif plan.quantized and not widen and len(plan.schedule) == 1:
-        fp4 = fp4_units_multiply(plan.quantized.rules, layout, plan.capabilities.compute_capability)
-        codes = _READ_AS_CODES["nvfp4"] if fp4 else None
-    if aligned and not widen and problem.a.blocks and reason_to_widen(plan) is None:
-        codes = _READ_AS_CODES.get(problem.a.blocks.format)
+    codes = None if widen else _codes(plan, aligned)
     as_real = plan.compute_dtype.is_complex and not data.is_complex
     k_contiguous = codes is not None or reads_k_contiguous(data)
     c = _addend(problem, layout)
@@ -155,16 +170,5 @@ def inputs_of(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> Inp
     else:
         summed_in = DType.INT32 if data is DType.INT8 else plan.accumulator
     return Inputs(
-        plan,
-        problem,
-        layout,
-        data,
-        summed_in,
-        as_real,
-        k_contiguous,
-        rows,
-        aligned,
-        c,
-        codes,
-        modes,
-    )
+        plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes, modes
+    )  # fmt: skip

@@ -119,13 +119,8 @@ def _pack(
 ) -> tuple[Packing, bool]:
     """Return the packing of an operand, and whether it is transposed."""
     rule = inputs.rule(name)
-    scale_mode = ""
-    if inputs.scale_modes:
-        scale_mode = inputs.scale_modes[name == "b"]
-    # Scales of blocks are multiplied in, unless cuBLASLt applies them.
-    scaled = inputs.plan.scaled[name == "b"]
-    if rule is not None:
-        scaled = scaled or bool(scale_mode) or rule.has_tensor_scale or rule.scaling == "vector"
+    scale_mode = inputs.scale_mode(name)
+    scaled = _is_scaled(inputs, name)
     transposed = stack.order == "col"
     if inputs.k_contiguous or scaled or inputs.as_real or rule is not None:
         transposed = name == "b"
@@ -150,20 +145,20 @@ def _pack(
     elif name == "a" and inputs.k_contiguous:
         rows = max(rows, inputs.rows)
     packing = Packing(
-        source,
-        dtype,
-        leading,
-        rows,
-        scaled,
-        complex_as,
-        rule=rule,
-        scale_mode=scale_mode,
-        reasons=(reason,),
-        numbers=numbers,
-    )
+        source, dtype, leading, rows, scaled, complex_as,
+        rule=rule, scale_mode=scale_mode, reasons=(reason,), numbers=numbers,
+    )  # fmt: skip
     if parts > 1:
         packing = _split(packing, inputs, name, parts, side_by_side)
     return packing, transposed
+
+
+def _is_scaled(inputs: Inputs, name: Name) -> bool:
+    """Whether packed numbers have scales; those of blocks are multiplied in, unless cuBLASLt applies them."""
+    rule = inputs.rule(name)
+    if inputs.plan.scaled[name == "b"] or rule is None:
+        return inputs.plan.scaled[name == "b"]
+    return bool(inputs.scale_mode(name)) or rule.has_tensor_scale or rule.scaling == "vector"
 
 
 def _numbers(inputs: Inputs, stack: MatrixStack, name: Name) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
         ),
         formats=frozenset({fmt}),
         summation=Summation.TENSOR_CORES,
-        emulates=architecture,
+        imitates=architecture,
         # Measured for 512 x 512 x 512 with AVX-512 against numpy.matmul, one thread each: 6 to 12.
         cost_per_flop=8.0,
     )

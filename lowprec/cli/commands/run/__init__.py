@@ -90,16 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     }
     for name, words in switches.items():
         parser.add_argument(name, action="store_true", help=words)
-    parser.add_argument(
-        "--against",
-        type=mode,
-        metavar="MODE",
-        help="with --mode: run the program also in this mode, such as fp32, and show the change of the numbers that it "
-        "prints and the errors of its layers; includes --intercept",
-    )
-    parser.add_argument(
-        "--save", metavar="FILE", help="with --against: write the report to an HTML file, too"
-    )
+    _add_comparison(parser)
     parser.add_argument(
         "-m",
         dest="module",
@@ -114,6 +105,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SCRIPT",
         help="script to run (- is standard input), a folder or archive with a __main__.py, or after -- any command; "
         "and its arguments",
+    )
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--against",
+        type=mode,
+        metavar="MODE",
+        help="with --mode: run the program also in this mode, such as fp32, and show the change of the numbers that it "
+        "prints and the errors of its layers; includes --intercept",
+    )
+    parser.add_argument(
+        "--save", metavar="FILE", help="with --against: write the report to an HTML file, too"
     )
 
 

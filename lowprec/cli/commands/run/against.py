@@ -10,15 +10,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec.cli.output import CommandError, columns, note
 from lowprec.comparing import compare_programs, read_record
-
-
-class _Ended(NamedTuple):
-    code: int
-    lines: list[str]  # of standard output
 
 
 def run_twice(
@@ -36,27 +31,25 @@ def run_twice(
     with tempfile.TemporaryDirectory(prefix="lowprec-run-") as folder:
         records = [str(Path(folder) / name) for name in ("reference", "mode")]
         stdin, start = _input()
-        expected = _run(command, variables(records[0], True), stdin, shows=False)
+        code, expected = _run(command, variables(records[0], True), stdin, shows=False)
         if start is not None:
             os.lseek(0, start, os.SEEK_SET)
-        if expected.code:
-            note(
-                f"lowprec run --against: the program in {against} ended with exit code {expected.code}"
-            )
-            return expected.code
-        found = _run(command, variables(records[1], False), stdin, shows=True)
-        if found.code:
-            note(f"lowprec run --against: the program in {mode} ended with exit code {found.code}")
+        if code:
+            note(f"lowprec run --against: the program in {against} ended with exit code {code}")
+            return code
+        code, found = _run(command, variables(records[1], False), stdin, shows=True)
+        if code:
+            note(f"lowprec run --against: the program in {mode} ended with exit code {code}")
         runs = [read_record(path) for path in reversed(records)]
     if not any(runs):
         note(
             "lowprec run --against: the program multiplied nothing that lowprec sees, or ended without its last steps"
         )
-    report = compare_programs(mode, against, runs, found.lines, expected.lines)
+    report = compare_programs(mode, against, runs, found, expected)
     note(report.text(columns()))
     if path is not None:
         report.save(path)
-    return found.code
+    return code
 
 
 def _input() -> tuple[Any, int | None]:
@@ -69,7 +62,10 @@ def _input() -> tuple[Any, int | None]:
     return subprocess.DEVNULL, None
 
 
-def _run(command: Sequence[str], variables: Mapping[str, str], stdin: Any, shows: bool) -> _Ended:
+def _run(
+    command: Sequence[str], variables: Mapping[str, str], stdin: Any, shows: bool
+) -> tuple[int, list[str]]:
+    """Return the exit code of a program, and its lines of standard output."""
     lines: list[str] = []
     try:
         process = subprocess.Popen(
@@ -85,7 +81,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str], stdin: Any, shows
                 break
             except KeyboardInterrupt:
                 continue  # the program got it too, and handles it
-    return _Ended(code if code >= 0 else 128 - code, lines)
+    return code if code >= 0 else 128 - code, lines
 
 
 def _read(stream: Any, lines: list[str], shows: bool) -> None:
