@@ -119,13 +119,15 @@ struct Operand {
     int64_t scale_bytes() const { return type >= LP_CODES_E4M3 ? 4 : 1; }
 };
 
-void fill(Operand& x, int type, int64_t lanes, int64_t k, bool special) {
+// `is_symmetric`: codes of 8 bits are not -128.
+void fill(Operand& x, int type, int64_t lanes, int64_t k, bool special, bool is_symmetric = false) {
     x.type = type, x.lanes = lanes, x.k = k, x.scales = x.zeros = nullptr;
     const Type& t = TYPES[type];
     const int64_t count = lanes * k * x.components();
     x.codes = (uint32_t*)malloc((size_t)count * 4);
     const bool is_integer = !t.exponent_bits, has_floats = type >= LP_CODES_E4M3;
     for (int64_t i = 0; i < count; i++) x.codes[i] = is_integer ? random_bits() & ((1u << t.bits) - 1) : random_code(t);
+    for (int64_t i = 0; is_symmetric && i < count; i++) x.codes[i] += x.codes[i] == 128;
     if (special && t.exponent_bits >= 5)
         for (int i = 0; i < 2; i++)
             x.codes[below((uint32_t)count)] = ((1u << t.exponent_bits) - 1) << t.fraction_bits | (i ? 1u : 0u);
@@ -485,7 +487,8 @@ void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, in
     Problem p = {&mode, m, n, k, type_out, extras, {}, {}, nullptr, nullptr, nullptr};
     state = (uint64_t)(m * 1000003 + n * 10007 + k * 101 + type_a * 17 + type_b + extras * 5 +
                        type_out);  // independent of units
-    fill(p.a, type_a, m, k, extras & SPECIAL), fill(p.b, type_b, n, k, extras & SPECIAL);
+    const bool is_symmetric = type_a == LP_CODES_I8 && type_b == LP_CODES_I8;
+    fill(p.a, type_a, m, k, extras & SPECIAL, is_symmetric), fill(p.b, type_b, n, k, extras & SPECIAL);
     const int64_t c = m * n * p.components(), bias = n * p.components();
     p.c = (float*)malloc((size_t)c * 4), p.bias = (float*)malloc((size_t)bias * 4);
     p.scales = (float*)malloc((size_t)(m + n) * 4);
@@ -500,13 +503,13 @@ void check_products() {
     const int64_t shapes[][3] = {{1, 1, 1},     {3, 5, 7},     {6, 16, 32},  {1, 70, 400}, {17, 33, 65},
                                  {2, 130, 900}, {37, 70, 450}, {130, 9, 33}, {20, 50, 96}};
     const int types[][2] = {
-        {LP_F32, LP_F32},        {LP_BF16, LP_BF16},         {LP_F16, LP_F16},          {LP_E4M3, LP_E4M3},
-        {LP_E5M2, LP_E4M3},      {LP_F32, LP_BF16},          {LP_F16, LP_F32},          {LP_F32, LP_E5M2},
-        {LP_C64, LP_C64},        {LP_C64, LP_F32},           {LP_F32, LP_MXFP8},        {LP_BF16, LP_MXFP8},
-        {LP_F32, LP_MXFP4},      {LP_BF16, LP_MXFP4},        {LP_F32, LP_NVFP4},        {LP_BF16, LP_NVFP4},
-        {LP_F32, LP_CODES_E4M3}, {LP_F32, LP_CODES_I8},      {LP_F32, LP_CODES_I4},     {LP_F32, LP_CODES_U4},
-        {LP_MXFP4, LP_MXFP4},    {LP_NVFP4, LP_NVFP4},       {LP_MXFP4, LP_NVFP4},      {LP_NVFP4, LP_CODES_I8},
-        {LP_CODES_I8, LP_MXFP4}, {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_CODES_U4}};
+        {LP_F32, LP_F32},        {LP_BF16, LP_BF16},         {LP_F16, LP_F16},           {LP_E4M3, LP_E4M3},
+        {LP_E5M2, LP_E4M3},      {LP_F32, LP_BF16},          {LP_F16, LP_F32},           {LP_F32, LP_E5M2},
+        {LP_C64, LP_C64},        {LP_C64, LP_F32},           {LP_F32, LP_MXFP8},         {LP_BF16, LP_MXFP8},
+        {LP_F32, LP_MXFP4},      {LP_BF16, LP_MXFP4},        {LP_F32, LP_NVFP4},         {LP_BF16, LP_NVFP4},
+        {LP_F32, LP_CODES_E4M3}, {LP_F32, LP_CODES_I8},      {LP_F32, LP_CODES_I4},      {LP_F32, LP_CODES_U4},
+        {LP_MXFP4, LP_MXFP4},    {LP_NVFP4, LP_NVFP4},       {LP_MXFP4, LP_NVFP4},       {LP_NVFP4, LP_CODES_I8},
+        {LP_CODES_I8, LP_MXFP4}, {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_CODES_U4}, {LP_CODES_I8, LP_CODES_I8}};
     for (auto& s : shapes) {
         for (auto& t : types)
             for (auto& mode : MODES) {
@@ -679,12 +682,12 @@ void check_unscale() {
 
 // Random products and roundings.
 void check_at_random(int64_t problems) {
-    const int types[][2] = {{LP_F32, LP_F32},       {LP_BF16, LP_BF16},         {LP_F16, LP_F16},
-                            {LP_E4M3, LP_E5M2},     {LP_C64, LP_C64},           {LP_I8, LP_I8},
-                            {LP_F32, LP_MXFP8},     {LP_BF16, LP_MXFP4},        {LP_F32, LP_NVFP4},
-                            {LP_F32, LP_CODES_I8},  {LP_F32, LP_CODES_U4},      {LP_MXFP4, LP_MXFP4},
-                            {LP_NVFP4, LP_NVFP4},   {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_MXFP4},
-                            {LP_MXFP4, LP_CODES_I8}};
+    const int types[][2] = {{LP_F32, LP_F32},        {LP_BF16, LP_BF16},         {LP_F16, LP_F16},
+                            {LP_E4M3, LP_E5M2},      {LP_C64, LP_C64},           {LP_I8, LP_I8},
+                            {LP_F32, LP_MXFP8},      {LP_BF16, LP_MXFP4},        {LP_F32, LP_NVFP4},
+                            {LP_F32, LP_CODES_I8},   {LP_F32, LP_CODES_U4},      {LP_MXFP4, LP_MXFP4},
+                            {LP_NVFP4, LP_NVFP4},    {LP_CODES_I8, LP_CODES_I4}, {LP_CODES_I8, LP_MXFP4},
+                            {LP_MXFP4, LP_CODES_I8}, {LP_CODES_I8, LP_CODES_I8}};
     is_fuzzing = true;
     for (int64_t i = 0; i < problems; i++) {
         state = (uint64_t)i;
