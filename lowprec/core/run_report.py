@@ -302,6 +302,8 @@ def _described(x: Observed) -> str:
     if x.calls > 1:
         return f"{x.name} ({x.calls} further ones)"
     shape = "x".join(map(str, x.shape)) or "a number"
+    if x.phase == ANY_PASS:
+        return f"{x.name} ({shape})"
     return f"{x.name} ({x.phase}, {x.operator}, {shape})"
 
 

@@ -44,7 +44,7 @@ def parameters_behind(x: Tensor) -> list[Tensor]:
     These are the leaves with the number of elements of the copy if there are such, else all matrices (`cat`, products).
     """
     node = x.grad_fn
-    if node is None or _kind(type(node)) == _DATA:
+    if node is None or _kind(type(node).__name__) == _DATA:
         return []
     walk = _Walk()
     leaves = _leaves(node, walk)
@@ -72,7 +72,7 @@ def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
     walk.nodes += 1
     if walk.nodes > _MOST_NODES:
         return None
-    kind = _kind(type(node))
+    kind = _kind(type(node).__name__)
     if kind == _LEAF:
         return [node.variable]
     if kind == _VECTORS:
@@ -91,8 +91,8 @@ def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
 
 
 @lru_cache(512)
-def _kind(node: type) -> int:
-    name = node.__name__
+def _kind(name: str) -> int:
+    """Return the kind of nodes of a class."""
     if name == "AccumulateGrad":
         return _LEAF
     if name.startswith(_OF_VECTORS):
