@@ -21,7 +21,7 @@ class PassedBy(StrEnum):
     """The reason why a product was left to its library.
 
     >>> str(PassedBy.CONVOLUTION)
-    'a convolution is no matrix product'
+    'a convolution in one kernel, which hides its products'
     """
 
     ELEMENT_TYPE = "the mode does not act on this element type"
@@ -30,7 +30,7 @@ class PassedBy(StrEnum):
         "no product with a known parameter; the mode of others does not act on this element type"
     )
     ATTENTION = "attention in one kernel, which hides its products"
-    CONVOLUTION = "a convolution is no matrix product"
+    CONVOLUTION = "a convolution in one kernel, which hides its products"
     RECURRENT = "recurrent layers in one kernel, which hides their products"
     FUSED = "a fused kernel, which hides its products"
     STORAGE = "sparse, quantised or nested storage"

@@ -84,6 +84,10 @@ PRODUCTS = {
     "_addmm_activation": AtenProduct(_activated, (2, 2), _FUNCTIONAL),
 }
 
+#: The operators on the CPU of which lowprec computes the products. Those for 1 to 3 axes, transposed ones and second
+#: derivatives are made of them.
+CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::convolution_backward")
+
 #: Name prefixes of operators that multiply internally and are left to PyTorch, in the namespaces below.
 _OTHERS: dict[PassedBy, str] = {
     PassedBy.ATTENTION: (

@@ -7,7 +7,6 @@ so these see the operators as usual, and above nothing: products inside C++ comp
 from __future__ import annotations
 
 import sys
-import threading
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -17,24 +16,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowprec import policy
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import PassedBy, Statistics
+from lowprec.core.interception_report import PassedBy
 from lowprec.core.ledger import LedgerRow
-from lowprec.core.rules import ALL, Layer, RulesLike
-from lowprec.errors import (
-    ArrayError,
-    DeviceError,
-    DTypeError,
-    SettingError,
-    ShapeError,
-    UnsupportedError,
-)
-from lowprec.modes import Mode, Recipe, ResolvedMode, row
+from lowprec.core.rules import ALL, RulesLike
+from lowprec.modes import Recipe, ResolvedMode, row
 from lowprec.policy.decorators import ContextScope
+from lowprec.torch.accounting import (
+    REFUSALS,
+    Found,
+    count,
+    is_backward,
+    reason_against,
+    resolve,
+    thread,
+)
 from lowprec.torch.aten import (
-    ACTED_ON,
     CASTS,
+    CONVOLUTIONS,
     AtenProduct,
     Kernel,
     Terms,
@@ -42,31 +41,25 @@ from lowprec.torch.aten import (
     multiplications_of,
 )
 from lowprec.torch.aten_products import PLAIN_TENSORS, computed
+from lowprec.torch.convolution_kernels import convolution_kernel
 from lowprec.torch.layer_names import NAMES
-from lowprec.torch.observing import observe
 from lowprec.torch.passes import mode_of_product, routine_of
 from lowprec.torch.registration import Function, count_idle_call, register, share_contexts, untraced
 from lowprec.torch.statistics import measure
-
-#: Errors raised before any computation; PyTorch then computes the product.
-_REFUSALS = (ArrayError, DTypeError, DeviceError, SettingError, ShapeError, UnsupportedError)
 
 _grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _function_modes = torch._C._len_torch_function_stack
 
-#: A scope, and the context of a backward pass on another thread.
-Found = tuple[Any, Context | None]
-
 
 class intercept(Interception):
     """Compute the products of PyTorch's own operators by lowprec, in a block.
 
-    The operators are ``mm``, ``bmm``, ``dot``, ``vdot``, ``addmm``, ``baddbmm``, ``addmv``, and all that are made of
-    them: ``matmul``, ``linear``, ``einsum``, layers, compiled graphs. PyTorch computes products of element types on
-    which no mode acts, and those inside fused kernels (attention, convolutions, recurrent layers); :meth:`report` names
-    them.
+    The operators are ``mm``, ``bmm``, ``dot``, ``vdot``, ``addmm``, ``baddbmm``, ``addmv``, on the CPU
+    ``convolution``, and all that are made of them: ``matmul``, ``linear``, ``einsum``, layers, compiled graphs. PyTorch
+    computes products of element types on which no mode acts, and those inside fused kernels (attention, recurrent
+    layers, convolutions on GPUs); :meth:`report` names them.
 
     The block applies to this thread and task, and to backward passes that start inside it. A later backward pass is
     PyTorch's own. Products that checkpointing recomputes, and those of ``torch.func.grad`` and ``create_graph=True``,
@@ -166,17 +159,11 @@ def _current() -> Found | None:
 # -- kernels --------------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    counted = 0  # products
-    watched: PassedBy | None = None  # of the operator that multiplies, inside it
-
-
-_thread = _Thread()
-
-
 def _replacement(kernel: Kernel, own: Function) -> Function:
     """Return a kernel that calls PyTorch's own one outside of all blocks."""
-    if kernel.product is None:
+    if kernel.operator in CONVOLUTIONS and kernel.key == "CPU":
+        act = convolution_kernel(kernel, own)
+    elif kernel.product is None:
         act = _watched(kernel, own)
     else:
         act = _replaced(kernel, kernel.product, own)
@@ -216,24 +203,24 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
         if kernel.in_place:
             out = args[0]
         is_needed = scope.depends_on_layers or scope.recorder is not None
-        part = NAMES.of(a, b, _is_backward(), scope.attention, is_needed)
+        part = NAMES.of(a, b, is_backward(), scope.attention, is_needed)
         routine = routine_of(kernel.name, part, a, b)
-        if _thread.watched is PassedBy.LINEAR_ALGEBRA:
+        if thread.watched is PassedBy.LINEAR_ALGEBRA:
             routine = "lapack"
         shown = scope.mode_of(part.layer, routine)
         mode, swaps = mode_of_product(scope, shown, part, routine, a.ndim > 1 < b.ndim)
-        reason = _reason_against(shown, mode, routine, a.dtype)
+        reason = reason_against(shown, mode, routine, a.dtype)
         detail = ""
-        count = partial(
-            _count, scope, part.layer, kernel.name, [a, b], a.numel() * b.shape[1:][-1:].numel()
+        record = partial(
+            count, scope, part.layer, kernel.name, [a, b], a.numel() * b.shape[1:][-1:].numel()
         )
         if reason is None:
-            resolved = _resolved(mode, context)
+            resolved = resolve(mode, context)
             try:
                 statistics = measure(a, b, resolved.mode) if scope.statistics else None
                 again = _in_reference(scope, terms, resolved, context)
                 result = computed(terms, resolved, out, swaps)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 reason = PassedBy.REFUSED
                 detail = str(error)
             else:
@@ -243,30 +230,13 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
                     if not part.layer and row(shown).quantizes > row(mode).quantizes:
                         detail = f"no parameter found: computed in {mode}"
                     mode = resolved.mode
-                count(mode.value, None, detail, statistics, part.product, result, again)
+                record(mode.value, None, detail, statistics, part.product, result, again)
                 return result
         result = own(keyset, *args, **kwargs)
-        count("", reason, detail, product=part.product, result=result)
+        record("", reason, detail, product=part.product, result=result)
         return result
 
     return compute
-
-
-#: Reasons for routines that keep their precision.
-_REASONS = {"dot": PassedBy.VECTORS, "lapack": PassedBy.LINEAR_ALGEBRA}
-
-
-def _reason_against(
-    shown: Mode | None, mode: Mode | None, routine: str, dtype: torch.dtype
-) -> PassedBy | None:
-    """Return the reason why a product is PyTorch's; ``shown`` is the mode of its layer, ``mode`` its own one."""
-    if mode is None or shown is None:
-        return _REASONS.get(routine, PassedBy.LAYER)
-    if dtype in ACTED_ON[row(mode).mode]:
-        return None
-    if dtype in ACTED_ON[row(shown).mode]:
-        return PassedBy.NO_PARAMETER
-    return PassedBy.ELEMENT_TYPE
 
 
 def _in_reference(
@@ -275,16 +245,10 @@ def _in_reference(
     """Return the product in the reference of a comparison, before an operator in place overwrites its terms."""
     if scope.recorder is None or scope.recorder.reference is None:
         return None
-    reference = _resolved(scope.recorder.reference, context)
+    reference = resolve(scope.recorder.reference, context)
     if reference.mode == resolved.mode:
         return None
     return computed(terms, reference, None, swaps=False)
-
-
-def _resolved(mode: Mode, context: Context | None) -> ResolvedMode:
-    if context is None:
-        return policy.resolve(mode)
-    return context.copy().run(policy.resolve, mode)
 
 
 def _noted(_: Kernel, own: Function) -> Function:
@@ -306,19 +270,19 @@ def _noted(_: Kernel, own: Function) -> Function:
 
 def _watched(kernel: Kernel, own: Function) -> Function:
     def watch(found: Found, keyset: Any, args: Any, kwargs: Any) -> Any:
-        if _thread.watched:
+        if thread.watched:
             return own(keyset, *args, **kwargs)
-        before = _thread.counted
-        _thread.watched = kernel.passed_by
+        before = thread.counted
+        thread.watched = kernel.passed_by
         try:
             result = own(keyset, *args, **kwargs)
         finally:
-            _thread.watched = None
-        if _thread.counted == before:  # else its own products were counted
+            thread.watched = None
+        if thread.counted == before:  # else its own products were counted
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             multiplications = multiplications_of(kernel.operator, args, kwargs, result)
             layer = NAMES.of_any(tensors)
-            _count(
+            count(
                 found[0],
                 layer,
                 kernel.name,
@@ -331,39 +295,3 @@ def _watched(kernel: Kernel, own: Function) -> Function:
         return result
 
     return watch
-
-
-def _is_backward() -> bool:
-    return _graph_task() != -1 and not _grad_enabled()
-
-
-# -- counts ---------------------------------------------------------------------------------------
-
-
-def _count(
-    scope: Any, layer: Layer, name: str, tensors: list[Tensor], multiplications: int, mode: str,
-    reason: Any = None, detail: str = "", statistics: Statistics | None = None, product: str = "",
-    result: Any = None, again: Tensor | None = None,
-) -> None:  # fmt: skip
-    _thread.counted += 1
-    ledger = scope.ledger
-    if not ledger.records_gradients and _grad_enabled() and any(x.requires_grad for x in tensors):
-        ledger.records_gradients = True
-    dtype = ""
-    if tensors:
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-    backward = _is_backward()
-    gradient = product if backward and layer and statistics else ""
-    found = LedgerRow(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
-    ledger.add(found, multiplications, lambda: tuple(x.shape for x in tensors[:2]), statistics)
-    if scope.recorder is not None:
-        observe(scope.recorder, found, product, multiplications, tensors, result, again)
-
-
-def _shown(scope: Any, layer: Layer) -> str:
-    """Return the text of a layer; a note if its product may belong to layers with different modes."""
-    shown = "|".join(dict.fromkeys(name for name, _ in layer))
-    if len(layer) > 1 and len({scope.mode_of((each,)) for each in layer}) > 1:
-        note = f"{shown} have different modes, and share an operand; the first pattern's mode was used."
-        scope.ledger.notes[note] = None
-    return shown

@@ -99,6 +99,28 @@ class LayerNames:
             _remember(b, ())
         return _NO_PART
 
+    def of_convolution(self, x: Tensor, weight: Tensor) -> Part:
+        """Return the part of a convolution in its layer; Inductor copies weights to another memory format."""
+        layer = self._of_parameter(weight)
+        if not layer:
+            layer = self._of_copy(weight) or self._of_equal(weight)
+            if layer:
+                _record(weight, layer)
+        if layer:
+            _remember(x, layer)
+        return Part(layer, "forward", 1)
+
+    def _of_equal(self, x: Tensor) -> Layer:
+        """Return the layer of the parameter of this shape whose first filter has the same numbers."""
+        if x.requires_grad:
+            return ()
+        if not self._is_current:
+            self._scan()
+        for p, layer in list(self._layers.items()):
+            if layer and p.shape == x.shape and torch.equal(p[0], x[0]):
+                return layer
+        return ()
+
     def _weight(self, a: Tensor, b: Tensor, backward: bool, is_needed: bool) -> tuple[Layer, int]:
         """Return the layer of the operand that is a weight or a copy of one, and its place."""
         for place, x in ((1, b), (0, a)):

@@ -20,9 +20,12 @@ _PASSES = {"": "backward", "forward": "backward"}
 
 def observe(
     recorder: Recorder, row: LedgerRow, product: str, multiplications: int, tensors: list[Tensor], result: Any,
-    again: Tensor | None,
+    again: Tensor | None, matrices: Any = None,
 ) -> None:  # fmt: skip
-    """Record a product; ``again`` is that of the same operands in the reference."""
+    """Record a product; ``again`` is that of the same operands in the reference.
+
+    ``matrices`` returns the operands for the statistics, of an operator whose tensors are no matrices.
+    """
     if isinstance(result, (tuple, list)):
         result = result[0]
     if (
@@ -44,7 +47,7 @@ def observe(
             error = 0.0
         of_a = of_b = NO_STATISTICS
         if again is not None and recorder.measures_next(row.layer, phase, row.operator):
-            a, b = tensors
+            a, b = matrices() if matrices else tensors
             of_a, of_b = operand_statistics(a.detach(), b.detach(), parse_mode(row.mode), SAMPLE)
         fault = ""
         if kind := _fault(x):

@@ -79,7 +79,9 @@ def test_products_that_are_not_taken_are_reported(jax, intercept):
         jax.lax.dot(x, x, precision="highest")
     report = seen.report()
     reasons = {p.operator: p.reason for p in report.passed}
-    assert reasons["conv_general_dilated"] == "a convolution is no matrix product"
+    assert (
+        reasons["conv_general_dilated"] == "a convolution in one kernel, which hides its products"
+    )
     assert {p.reason for p in report.passed} >= {
         "the mode does not act on this element type", "the program chooses its precision",
     }  # fmt: skip

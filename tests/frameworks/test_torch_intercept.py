@@ -119,10 +119,10 @@ def test_out_receives_the_product(torch, intercept):
     assert strided.stride() == (1, 4)
 
 
-def mkldnn(torch):
+def mkldnn(torch, layer=None):
     from torch.utils.mkldnn import to_mkldnn
 
-    return to_mkldnn(torch.nn.Linear(4, 4))
+    return to_mkldnn(layer or torch.nn.Linear(4, 4))
 
 
 def in_a_thread(function, *arguments):
@@ -144,9 +144,9 @@ PASSED = {
         "the mode does not act",
     ),
     "convolution": (
-        lambda t: t.conv2d(t.ones(1, 1, 3, 3), t.ones(1, 1, 2, 2)),
-        "convolution",
-        "a convolution is no matrix product",
+        lambda t: mkldnn(t, t.nn.Conv2d(1, 1, 2))(t.ones(1, 1, 3, 3).to_mkldnn()),
+        "mkldnn_convolution",
+        "a convolution in one kernel",
     ),
     "solver": (lambda t: t.linalg.inv(t.eye(2)), "linalg_inv_ex", "a solver or a factorisation"),
     "attention": (

@@ -1,0 +1,156 @@
+"""The arguments of a convolution, and the views of its images by which it is a matrix product."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Memory formats with the channels last, by the number of axes of an image.
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+class Convolution(NamedTuple):
+    """A convolution of images (n, groups * channels, *extents) with a weight (groups * filters, channels, *kernel).
+
+    Its three products are this one, and those of the gradients. A transposed convolution is the gradient of the images
+    of another convolution with the same weight; ``images`` and ``results`` are of that one.
+    """
+
+    groups: int
+    channels: int  # of a group
+    filters: int  # of a group
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    images: tuple[int, ...]  # extents
+    results: tuple[int, ...]  # extents
+
+    @property
+    def inner(self) -> int:
+        """The number of products in an element of the result."""
+        return self.channels * prod(self.kernel)
+
+    @property
+    def positions(self) -> int:
+        """The number of elements of a channel of the result."""
+        return prod(self.results)
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """Extents of an image with zeros at its borders."""
+        return tuple(n + 2 * p for n, p in zip(self.images, self.padding, strict=True))
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the images are an operand as they are."""
+        return all(
+            (k, s, p) == (1, 1, 0)
+            for k, s, p in zip(self.kernel, self.stride, self.padding, strict=True)
+        )
+
+    def multiplications(self, count: int) -> int:
+        return count * self.groups * self.filters * self.positions * self.inner
+
+    def windows(self, images: Tensor, first: int = 0, rows: int | None = None) -> Tensor:
+        """Return padded images as (n, groups, channels, *kernel, rows, *others): the elements under the kernel.
+
+        ``first`` and ``rows`` are of the first axis of the result.
+        """
+        by_image, by_channel, *steps = images.stride()
+        of_kernel = [d * s for d, s in zip(self.dilation, steps, strict=True)]
+        of_result = [t * s for t, s in zip(self.stride, steps, strict=True)]
+        count = self.results[0] if rows is None else rows
+        sizes = (len(images), self.groups, self.channels, *self.kernel, count, *self.results[1:])
+        strides = (by_image, by_channel * self.channels, by_channel, *of_kernel, *of_result)
+        return images.as_strided(sizes, strides, images.storage_offset() + first * of_result[0])
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``aten::convolution`` after the tensors."""
+
+    stride: Any
+    padding: Any
+    dilation: Any
+    transposed: bool
+    output_padding: Any
+    groups: int
+
+    def of(self, x: Tensor, weight: Tensor) -> Convolution | None:
+        """Return the convolution of an input; None where PyTorch raises its error, or nothing is multiplied."""
+        axes = weight.ndim - 2
+        groups = self.groups
+        lists = [self.stride, self.padding, self.dilation, self.output_padding]
+        if not 1 <= axes <= 3 or x.ndim != weight.ndim or groups < 1:
+            return None
+        if any(len(values) not in (1, axes) for values in lists) or not x.numel():
+            return None
+        stride, padding, dilation, more = (
+            tuple(int(v) for v in values) * (axes // len(values)) for values in lists
+        )
+        if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0 or min(more) < 0:
+            return None
+        outputs, channels, *kernel = weight.shape
+        inputs, *extents = x.shape[1:]
+        if not weight.numel() or outputs % groups:
+            return None
+        shape = tuple(kernel), stride, padding, dilation
+        if self.transposed:
+            if inputs != outputs or any(
+                m >= max(t, d) for m, t, d in zip(more, stride, dilation, strict=True)
+            ):
+                return None
+            images = tuple(
+                (n - 1) * t - 2 * p + d * (k - 1) + m + 1
+                for n, t, p, d, k, m in zip(
+                    extents, stride, padding, dilation, kernel, more, strict=True
+                )
+            )
+            found = Convolution(groups, channels, outputs // groups, *shape, images, tuple(extents))
+            return found if min(images) > 0 else None
+        if inputs != channels * groups:
+            return None
+        results = tuple(
+            (n + 2 * p - d * (k - 1) - 1) // t + 1
+            for n, t, p, d, k in zip(extents, stride, padding, dilation, kernel, strict=True)
+        )
+        found = Convolution(groups, channels, outputs // groups, *shape, tuple(extents), results)
+        return found if min(results) > 0 else None
+
+    def puts_channels_last(self, x: Tensor, weight: Tensor, bias: Any) -> bool:
+        """Whether PyTorch's results have the channels last in memory; Inductor relies on it."""
+        backend = torch._C._select_conv_backend(
+            x,
+            weight,
+            bias=bias,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            transposed=self.transposed,
+            output_padding=self.output_padding,
+            groups=self.groups,
+            **({"bias_sizes": None} if bias is None else {}),
+        )
+        if weight.ndim == 3:
+            x = x.contiguous().unsqueeze(2)
+            weight = weight.unsqueeze(2)
+        found = torch._C._conv_determine_backend_memory_format(x, weight, backend)
+        return found in _CHANNELS_LAST
+
+
+def empty(shape: Any, like: Tensor, last: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a new tensor (n, channels, *extents), in whose memory the channels are the last axis if ``last``."""
+    n, channels, *extents = shape
+    if not last:
+        return like.new_empty(tuple(shape), dtype=dtype)
+    return like.new_empty((n, *extents, channels), dtype=dtype).movedim(-1, 1)
+
+
+def in_order(x: Tensor, last: bool) -> Tensor:
+    """Return a tensor (n, channels, *extents) that is contiguous, with the channels last in memory if ``last``."""
+    if last:
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x.contiguous()
