@@ -14,6 +14,7 @@ from lowprec.torch.accounting import REFUSALS, Found, count, reason_against, res
 from lowprec.torch.aten import Kernel
 from lowprec.torch.convolution_shapes import Arguments, Convolution
 from lowprec.torch.convolutions import Products
+from lowprec.torch.direct_convolutions import DirectProducts, suits
 from lowprec.torch.layer_names import NAMES, Part
 from lowprec.torch.passes import mode_of_product
 from lowprec.torch.registration import Function
@@ -204,7 +205,7 @@ def _computed(found: Found, product: _Product, layout: _Layout, records: bool) -
         resolved = resolve(mode, context)
         try:
             again = _in_reference(scope, product, layout, resolved, context)
-            products = Products(*layout, resolved)
+            products = _products(product, layout, resolved)
             result = product.compute(products, swaps)
         except REFUSALS as error:
             reason = PassedBy.REFUSED
@@ -248,7 +249,14 @@ def _in_reference(
     reference = resolve(scope.recorder.reference, context)
     if reference.mode == resolved.mode:
         return None
-    return product.compute(Products(*layout, reference), False)
+    return product.compute(_products(product, layout, reference), False)
+
+
+def _products(product: _Product, layout: _Layout, resolved: ResolvedMode) -> Products:
+    kind = Products
+    if suits(layout.shape, resolved.mode, product.tensors[0].dtype):
+        kind = DirectProducts
+    return kind(*layout, resolved)
 
 
 def _measured(product: _Product, products: Products, result: Tensor) -> Statistics:

@@ -112,6 +112,16 @@ class TensorCore(ctypes.Structure):
     )  # fmt: skip
 
 
+class Lines(ctypes.Structure):
+    """``lp_lines``."""
+
+    _fields_ = (
+        ("lines", _I64), ("width", _I64), ("terms", _I64), ("dots", _I64), ("x_step", _I64),
+        ("out_lines", _POINTER), ("x_lines", _POINTER), ("w_lines", _POINTER), ("bias_lines", _POINTER),
+        ("x_terms", _POINTER), ("w_terms", _POINTER), ("across", _I32), ("pad", _I32),
+    )  # fmt: skip
+
+
 class Functions(NamedTuple):
     """The functions of the library, without the prefix ``lp_``; they run without the interpreter's lock."""
 
@@ -123,6 +133,8 @@ class Functions(NamedTuple):
     unscale: Callable[..., int]
     quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
     emulate: Callable[..., int]
+    sum_lines: Callable[..., int]
+    dot_lines: Callable[..., int]
     use_openmp: Callable[[int | None, int | None], None]
     release_memory: Callable[[], None]
     kept_bytes: Callable[[], int]
@@ -141,6 +153,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
     "quantize": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "emulate": (_I32, (_POINTER, _POINTER, _POINTER, _I64, _I64, _I64, _POINTER, _I32)),
+    "sum_lines": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
+    "dot_lines": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "use_openmp": (None, (_POINTER, _POINTER)),
     "release_memory": (None, ()),
     "kept_bytes": (_I64, ()),

@@ -173,7 +173,7 @@ static bool finish_rows(const lp::Work& p, const float* sums, int64_t lds, int64
     for (int i = 0; e && i < rows; i++) is_far |= (uint32_t)(e[row + i] + 63) > 126u;
     const bool scales_columns = p.col_scales, has_bias = p.bias.at,
                has_biases = has_bias && (p.bias.row || p.bias.row_offsets);
-    if (has_bias) read_row(p.bias, row, col, count, bias, 1);
+    if (has_bias && (p.bias.col || !has_biases)) read_row(p.bias, row, col, count, bias, 1);
     if (scales_columns) __builtin_memcpy(scales, p.col_scales + col, 4 * (size_t)count);
     for (int i = 0; i < rows; i++, sums += lds) {
         char* const at = out.at + out.offset(row + i, col) * size;
@@ -190,7 +190,11 @@ static bool finish_rows(const lp::Work& p, const float* sums, int64_t lds, int64
         if (computes) {
             const float* const more = reads_c ? (const float*)c.at + c.offset(row + i, col) : addend;
             if (adds && !reads_c) read_row(p.c, row + i, col, count, addend, 1);
-            if (has_biases && i) read_row(p.bias, row + i, col, count, bias, 1);
+            if (has_biases && i && p.bias.col) read_row(p.bias, row + i, col, count, bias, 1);
+            if (has_biases && !p.bias.col) {
+                read_row(p.bias, row + i, col, 1, bias, 1);
+                UNROLLED(v, V) put(bias + v * W, all_floats(bias[0]));
+            }
             UNROLLED(v, V) {
                 if (scales_columns)
                     x[v] *= row_scales ? get<f32v>(scales + v * W) * row_scales[row + i] : get<f32v>(scales + v * W);

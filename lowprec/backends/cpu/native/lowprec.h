@@ -141,6 +141,22 @@ LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, i
 // `scales` has the float32 scales of vectors or blocks, or the codes of blocks (if `codes`); -> lp_status and *scale.
 LP_API int32_t lp_quantize(const lp_quantizer*, const void* x, void* to, void* scales, float* scale, int32_t threads);
 
+// Lines of float32 numbers. A line of a sum is that of its terms, lines of x times factors: one factor for a line, or a
+// line of factors if `across`. x has `x_step` numbers between columns, and at least 15 columns more.
+typedef struct {
+    int64_t lines, width, terms, dots, x_step;
+    const int64_t *out_lines, *x_lines, *w_lines, *bias_lines;  // offsets of the lines
+    const int64_t *x_terms, *w_terms;                           // offsets of the terms
+    int32_t across, pad;
+} lp_lines;
+
+// out[line] = bias + the sum over terms of x[line + term] * w[line + term]; bias may be null. -> lp_status
+LP_API int32_t lp_sum_lines(const lp_lines*, const float* x, const float* w, const float* bias, float* out,
+                            int32_t threads);
+// out[dot, term] = the sum over lines of x[dot + line + term] . y[dot + line]. Here the lines of y have `out_lines`, the
+// dots of y `w_lines`, those of x `bias_lines`. -> lp_status
+LP_API int32_t lp_dot_lines(const lp_lines*, const float* x, const float* y, float* out, int32_t threads);
+
 // How the BLAS calls of a process are computed (blas.cpp). A mode: its unit is -1 for types on which it does not act.
 typedef struct {
     char name[24];

@@ -1,0 +1,86 @@
+// Sums of shifted lines for convolutions of few channels a group, which multiply each element by few numbers.
+//
+// Included once per instruction set, inside its namespace. Vectors have 16 lanes everywhere, and products and sums are
+// rounded separately: an element of a sum has the same bits at any place and on any processor, and so has a dot product.
+// Vectors may be read up to 15 steps beyond the width of a line.
+
+const int LANES = 16, AT_ONCE = 4;
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+
+static inline __attribute__((always_inline)) lanes load(const float* at, int64_t step) {
+    lanes x;
+    if (step == 1) {
+        __builtin_memcpy(&x, at, sizeof x);
+        return x;
+    }
+    for (int i = 0; i < LANES; i++) x[i] = at[i * step];
+    return x;
+}
+
+// VECTORS vectors of a line from column j on.
+template <int VECTORS, bool ACROSS>
+static inline __attribute__((always_inline)) void sum_vectors(const lp_lines& l, const lp_line& at, int64_t j,
+                                                              int64_t x_step) {
+    lanes sums[VECTORS] = {};
+    const float *const x = at.x + j * x_step, *const w = at.w + (ACROSS ? j : 0);
+    for (int64_t t = 0; t < l.terms; t++) {
+        const float *from = x + l.x_terms[t], *by = w + l.w_terms[t];
+        for (int v = 0; v < VECTORS; v++) {
+            const lanes factor = ACROSS ? load(by + v * LANES, 1) : *by - lanes{};
+            sums[v] += load(from + v * LANES * x_step, x_step) * factor;
+        }
+    }
+    for (int v = 0; v < VECTORS; v++, j += LANES) {
+        if (at.bias) sums[v] += ACROSS ? load(at.bias + j, 1) : *at.bias - lanes{};
+        const int64_t rest = l.width - j < LANES ? l.width - j : LANES;
+        __builtin_memcpy(at.out + j, &sums[v], 4 * (size_t)rest);
+    }
+}
+
+template <bool ACROSS>
+static inline __attribute__((always_inline)) void sum_line_of(const lp_lines& l, const lp_line& at, int64_t x_step) {
+    int64_t j = 0;
+    for (; l.width - j > LANES * (AT_ONCE - 1); j += LANES * AT_ONCE) sum_vectors<AT_ONCE, ACROSS>(l, at, j, x_step);
+    for (; l.width - j > LANES; j += LANES * 2) sum_vectors<2, ACROSS>(l, at, j, x_step);
+    if (j < l.width) sum_vectors<1, ACROSS>(l, at, j, x_step);
+}
+
+static void sum_line(const lp_lines& l, const lp_line& at) {
+    if (l.across) return sum_line_of<true>(l, at, 1);
+    if (l.x_step == 1) return sum_line_of<false>(l, at, 1);
+    if (l.x_step == 2) return sum_line_of<false>(l, at, 2);
+    sum_line_of<false>(l, at, l.x_step);
+}
+
+static inline lanes load_some(const float* at, int64_t step, int64_t count) {
+    lanes x = {};
+    for (int i = 0; i < count; i++) x[i] = at[i * step];
+    return x;
+}
+
+// The dot products of rows of y with rows of x, for each term, up to MOST_DOTS at a time.
+const int MOST_DOTS = 8;
+static void dot_rows(const lp_lines& l, const float* y, const float* x, float* out) {
+    for (int64_t first = 0; first < l.terms; first += MOST_DOTS) {
+        const int count = (int)(l.terms - first < MOST_DOTS ? l.terms - first : MOST_DOTS);
+        lanes sums[MOST_DOTS] = {};
+        for (int64_t line = 0; line < l.lines; line++) {
+            const float *from = x + l.x_lines[line], *row = y + l.out_lines[line];
+            int64_t j = 0;
+            for (; j + LANES <= l.width; j += LANES) {
+                const lanes factor = load(row + j, 1);
+                for (int t = 0; t < count; t++)
+                    sums[t] += load(from + l.x_terms[first + t] + j * l.x_step, l.x_step) * factor;
+            }
+            const int64_t rest = l.width - j;
+            for (int t = 0; rest && t < count; t++)
+                sums[t] +=
+                    load_some(from + l.x_terms[first + t] + j * l.x_step, l.x_step, rest) * load_some(row + j, 1, rest);
+        }
+        for (int t = 0; t < count; t++) {
+            float sum = 0;
+            for (int i = 0; i < LANES; i++) sum += sums[t][i];
+            out[first + t] = sum;
+        }
+    }
+}
