@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -22,6 +21,7 @@ README = DOCS.parent / "README.md"
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 sys.path.insert(0, str(DOCS.parent / "tests" / "frameworks"))
 
+import _pages
 import _verified
 import generated
 import torch_matrix
@@ -344,18 +344,6 @@ def literal_types() -> str:
     return "\n".join(lines) + "\n"
 
 
-#: Products that an interception leaves to the library: the only list of them on the first pages.
-NOT_TAKEN = """\
-- Convolutions; recurrent layers, and attention in one kernel (`scaled_dot_product_attention`), of PyTorch.
-- Products of two activations stay in `bf16` where a mode quantises, unless `attention=True`. Products of two
-  vectors, and those inside solvers and factorisations, keep their precision unless a rule names them.
-- Sparse tensors, weights that are already quantised, and C++ programs of Inductor (`max_autotune`, AOTInductor).
-- Sums, norms, softmax, activation functions, optimizers: everything that is not a matrix product.
-- NumPy outside of Linux, and sparse matrices of SciPy.
-- JAX functions that were exported or compiled ahead of time outside of the block.
-"""
-
-
 def snippets() -> dict[Path, str]:
     """Return the text of every generated file, those with a generated section included."""
     made = {
@@ -377,16 +365,9 @@ def snippets() -> dict[Path, str]:
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
     files[README] = generated.filled(README, "modes", mode_table())
     files[README] = generated.filled(README, "weights", weight_table(), files[README])
-    files[README] = generated.filled(README, "not taken", NOT_TAKEN, files[README])
-    page = DOCS / "quickstart.md"
-    script = (DOCS / "examples" / "first_model.sh").read_text(encoding="utf-8")
-    files[page] = generated.filled(page, "first model", f"```bash\n{script}```\n")
-    report = re.search(r"^```text\n.*?^```\n", files[README], re.MULTILINE | re.DOTALL)
-    assert report is not None
-    files[page] = generated.filled(page, "first report", report[0], files[page])
     source = Path(modes.__file__)
     files[source] = generated.filled(source, "names for type checkers", literal_types())
-    return files
+    return files | _pages.pages(files)
 
 
 def write() -> None:

@@ -98,3 +98,15 @@ def test_python_example():
     with contextlib.redirect_stdout(printed):
         exec(code[1], {"__name__": "__main__"})
     assert_same_output(printed.getvalue(), code[2])
+
+
+def test_pages_show_everything_on_a_code_host():
+    """A host of code shows directives and roles of Sphinx as text, and links without words as nothing."""
+    only_on_the_site = {"api.md", "index.md"}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        if page.name not in only_on_the_site:
+            text = page.read_text(encoding="utf-8")
+            assert not re.findall(
+                r"^```\{(?!admonition).*|\[\]\(.*?\)|\{\w+\}`.*?`", text, re.MULTILINE
+            ), page

@@ -118,7 +118,7 @@ def test_committed_tables_and_charts_are_current(load, capsys):
 def test_every_table_and_chart_is_shown(load):
     render = load("render")
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
-    shown = set(re.findall(r"\{include\} _generated/(bench_\w+\.md)", pages))
+    shown = set(re.findall(r"<!-- generated: (bench_\w+\.md) -->", pages))
     assert shown == {path.name for path in render.snippets() if path != render.README}
     tables = "".join(render.snippets().values())
     charts = [render.plot.chart_path(path) for path in render.charted()]
