@@ -215,7 +215,7 @@ def guard_table() -> str:
         ]
         for controller in controllers()
     ]
-    return table(["library", "reaches", "switches, and what they act on", "modes"], rows)
+    return table(["library", "reaches", "switches and the products they act on", "modes"], rows)
 
 
 def _measured_narrow() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
