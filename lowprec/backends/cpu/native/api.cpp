@@ -145,6 +145,7 @@ void describe(Work& w, const lp_product& p, const lp_call& c) {
     w.packed_b = nullptr;
     w.is_transposed = false;
     w.row_scales = w.col_scales = nullptr;
+    w.pieces = {};
 }
 
 const int64_t PREFETCHED = 1 << 18;  // bytes of a matrix of a batch
@@ -178,6 +179,15 @@ void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int6
     const float* cols = c.col_scales ? c.col_scales + (p.b.batch_offsets ? product * p.n : 0) : nullptr;
     w.row_scales = w.is_transposed ? cols : rows;
     w.col_scales = w.is_transposed ? rows : cols;
+    if (w.pieces.length) {
+        const int64_t row_step = (p.a.batch_offsets ? p.batches : 1) * p.m,
+                      column_step = (p.b.batch_offsets ? p.batches : 1) * p.n;
+        w.pieces.rows = w.row_scales;
+        w.pieces.columns = w.col_scales;
+        w.pieces.row_step = w.is_transposed ? column_step : row_step;
+        w.pieces.column_step = w.is_transposed ? row_step : column_step;
+        w.row_scales = w.col_scales = nullptr;
+    }
     w.out.at = (char*)moved(c.out, p.out, product);
     if (c.c && (c.beta[0] != 0 || c.beta[1] != 0)) w.c.at = (char*)moved(c.c, p.c, product);
 }
@@ -262,7 +272,7 @@ __attribute__((noinline)) int32_t batch(const lp_product& p, const lp_call& c, W
 
 }  // namespace
 
-int32_t lp::gemm(const lp_product& p, const lp_call& c) {
+int32_t lp::gemm(const lp_product& p, const lp_call& c, int64_t piece, double alpha_of_pieces) {
     const Arithmetic standard;  // the caller's thread may flush subnormal numbers
     Unit unit;
     if (!find(p.unit, uses_pairs(p), unit) || p.m < 0 || p.n < 0 || p.k < 1) return LP_UNSUPPORTED;
@@ -271,6 +281,8 @@ int32_t lp::gemm(const lp_product& p, const lp_call& c) {
     const int64_t packed_bytes = p.b.packed && p.batches > 1 ? bytes_of_packed(p, unit) : 0;
     Work w;
     describe(w, p, c);
+    w.pieces.length = piece;
+    w.pieces.alpha = (float)alpha_of_pieces;
     orient(w, p.b.packed);
     if (p.batches > 1) return batch(p, c, w, unit, packed_bytes);
     place(w, p, c, 0, 0);

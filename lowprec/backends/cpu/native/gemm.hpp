@@ -90,7 +90,8 @@ template <class U> struct Gemm {
     struct Common {
         lp::Work& p;
         Pack *pack_a = find_pack<U::ELEMENT>(p.a), *pack_b = find_pack<U::ELEMENT>(p.b);
-        int64_t blocks = ceil(p.k, BLOCK), sum = ceil(sum_length(p.k, LONGEST), BLOCK);  // in all, of a sum
+        int64_t blocks = ceil(p.k, BLOCK), piece = p.pieces.length / BLOCK;  // in all; of a sum with own scales, or 0
+        int64_t sum = ceil(sum_length(p.k, LONGEST), piece ? p.pieces.length : BLOCK) * (piece ? piece : 1);
         int64_t tasks, memory_each;  // dwords of a thread
         uint32_t* memory;
         int32_t *exponents_a, *exponents_b;
@@ -223,7 +224,15 @@ template <class U> struct Gemm {
                 for (int i = 0; p.c.at && k1 == j.blocks && i < rows; i++)
                     for (int q = 0; q < N; q += 16)
                         __builtin_prefetch(p.c.at + p.c.offset(m * M + i, n * N + q) * bits_of(p.c.type) / 8);
-                for (int64_t k = k0; k < k1; k += j.sum) {
+                for (int64_t k = k0; k < k1 && j.piece; k += j.piece) {
+                    const int64_t end = least(k + j.piece, k1), rest = p.k - (end - 1) * BLOCK;
+                    alignas(64) float piece[M * N];
+                    (is_last ? last : whole)({a + (k - k0) * M * W, b + (k - k0) * N * W, M * W, N * W,
+                                              (end - k - 1) * W + least(rest, W), piece, N, 1, SETS, nullptr,
+                                              next + 256 * (k - k0), 256});
+                    add_piece(p.pieces, k / j.piece, {piece, N, m * M, n * N, rows, columns}, c, ldc);
+                }
+                for (int64_t k = k0; k < k1 && !j.piece; k += j.sum) {
                     const int64_t end = least(k + j.sum, k1), rest = p.k - (end - 1) * BLOCK;
                     for (int i = 0; i < p.term_count; i++) {
                         const lp::Term& term = p.terms[i];
@@ -250,6 +259,24 @@ template <class U> struct Gemm {
         int64_t ld, row, col;
         int rows, columns;
     };
+    // Adds the sums over a piece of k, times their scales, to a tile of C.
+    static void add_piece(const lp::Pieces& p, int64_t piece, const Tile& t, float* c, int64_t ldc) {
+        if constexpr (FLOATS) {
+            alignas(64) float columns[N];
+            for (int i = 0; i < N; i++) columns[i] = 1;
+            const float* const sums = (const float*)t.sums;
+            if (p.columns) __builtin_memcpy(columns, p.columns + piece * p.column_step + t.col, 4 * (size_t)t.columns);
+            for (int i = 0; i < t.rows; i++) {
+                const float row = p.rows ? p.rows[piece * p.row_step + t.row + i] : 1;
+                UNROLLED(v, U::COLUMNS) {
+                    f32v x = get<f32v>(sums + i * t.ld + v * W) * (get<f32v>(columns + v * W) * row) * p.alpha;
+                    float* const at = c + i * ldc + v * W;
+                    put(at, x + (piece ? get<f32v>(at) : f32v{}));
+                }
+            }
+        }
+    }
+
     // Exponents of rows and columns, and what int8 sums of the rows have too much; each null if there are none.
     struct Corrections {
         const int32_t *of_rows, *of_columns, *offsets;
@@ -378,7 +405,9 @@ template <class U> struct Gemm {
             if (is_coded(p.a.type)) return Blocks<U>::gemm(p);
         }
         if (is_coded(p.a.type)) return LP_UNSUPPORTED;
+        if (p.pieces.length && (!FLOATS || p.term_count > 1 || p.planes > 1)) return LP_UNSUPPORTED;
         if constexpr (U::FEW > 0) {
+            if (p.pieces.length) return packed(p);
             const bool is_shared = p.threads > 1 && p.m * p.n * p.k >= 1 << 20;
             if (is_shared || p.m > BLOCKING.small_rows || (p.is_transposed && p.n > BLOCKING.small_rows)) {
                 if (p.k <= BLOCKING.small_dwords && Small<U>::multiply_rows(p)) return LP_OK;
@@ -386,6 +415,11 @@ template <class U> struct Gemm {
             if (LongK<U>::serves(p)) return LongK<U>::gemm(p);
             if (Few<U>::serves(p)) return Few<U>::gemm(p);
         }
+        return packed(p);
+    }
+
+    // The product of packed operands.
+    static int32_t packed(lp::Work& p) {
         Job j(p);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;

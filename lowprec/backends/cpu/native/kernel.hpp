@@ -40,8 +40,18 @@ struct Term {
     float factor;
 };
 
+// The scales of the pieces of k: a sum over a piece becomes sum * (row scale * column scale) * alpha, and the pieces are
+// added in ascending order. Scales are null for 1; steps are from one piece to the next.
+struct Pieces {
+    int64_t length;  // of k, a multiple of 128 that units sum at once; 0: no pieces
+    const float *rows, *columns;
+    int64_t row_step, column_step;
+    float alpha;
+};
+
 struct Work {
     int64_t m, n, k;
+    Pieces pieces;
     Source a, b;
     const uint32_t* packed_b;  // null: b is read through its source
     Target out, c, bias;
@@ -74,7 +84,8 @@ struct Unit {
 };
 
 // A product, or the packed b, of operands as they are stored: lp_gemm and lp_pack after the rounding to narrow formats.
-int32_t gemm(const lp_product&, const lp_call&);
+// With pieces the scales of the call are those of the first one; `alpha_of_pieces` is a factor of each.
+int32_t gemm(const lp_product&, const lp_call&, int64_t piece = 0, double alpha_of_pieces = 1);
 int64_t pack(const lp_product&, const lp_call&, void* to);
 // The epilogue of real products alone, on their sums, m x n each; -> lp_status.
 int32_t apply_epilogue(const lp_product&, const lp_call&, const float* sums);

@@ -82,21 +82,23 @@ int64_t packed_bytes(const lp_product& p, const lp_call& c) {
     return p.piece ? numbers_bytes(p.rounding[1]) : lp::pack(p, c, nullptr);
 }
 
-// Finds the scales of the rows of a or the columns of b in a piece of k, in the order of the products; false if there
-// is no memory. `to` becomes null if there are no scales.
-bool order_scales(Rounded& r, const lp_product& p, int operand, int64_t piece, const float*& to) {
+// Finds the scales of the rows of a or the columns of b in some pieces of k, in the order of the products, one piece
+// after the other; false if there is no memory. `to` becomes null if there are no scales.
+bool order_scales(Rounded& r, const lp_product& p, int operand, int64_t first, int64_t pieces, const float*& to) {
     const lp_quantizer& q = p.rounding[operand];
     const int64_t* const order = p.scale_order[operand];
     to = r.scales;
     if (!r.scales || (!order && q.scaling == LP_VECTORS)) return true;
     const lp_matrix& x = operand ? p.b : p.a;
     const int64_t count = (x.batch_offsets ? p.batches : 1) * (operand ? p.n : p.m);
-    float* const ordered = (float*)r.ordered.of(4 * count);
+    float* const ordered = (float*)r.ordered.of(4 * count * pieces);
     if (!ordered) return false;
     for (int64_t i = 0; i < count; i++) {
         const int64_t vector = order ? order[i] : i, batch = vector / q.vectors;
         const int64_t in_batch = vector % q.vectors / q.block_vectors * q.scale_vector;
-        ordered[i] = r.scales[batch * q.scale_batch + in_batch + piece * q.scale_inner];
+        const float* const of_vector = r.scales + batch * q.scale_batch + in_batch;
+        for (int64_t piece = 0; piece < pieces; piece++)
+            ordered[piece * count + i] = of_vector[(first + piece) * q.scale_inner];
     }
     to = ordered;
     return true;
@@ -121,8 +123,24 @@ bool bound_alpha(lp_call& c, const lp_product& p, Rounded& a) {
 
 int32_t at_once(const lp_product& p, lp_call c, Rounded& a, Rounded& b) {
     c.alpha[0] = c.alpha[0] * a.scale * b.scale;
-    if (!order_scales(a, p, 0, 0, c.row_scales) || !order_scales(b, p, 1, 0, c.col_scales)) return LP_NO_MEMORY;
+    if (!order_scales(a, p, 0, 0, 1, c.row_scales) || !order_scales(b, p, 1, 0, 1, c.col_scales)) return LP_NO_MEMORY;
     return bound_alpha(c, p, a) ? lp::gemm(p, c) : LP_NO_MEMORY;
+}
+
+// Whether a kernel adds the pieces of k; products of few rows or columns are added one by one.
+bool adds_pieces(const lp_product& p) {
+    for (const lp_quantizer& q : p.rounding)
+        if (q.batches && q.scaling != LP_F32_SCALES) return false;
+    return p.m > 16 && p.n > 16 && (p.k % p.piece == 0 || p.unit == p.last_unit);
+}
+
+int32_t with_pieces(const lp_product& p, lp_call c, Rounded& a, Rounded& b) {
+    lp_product whole = p;
+    whole.b.packed = 0;
+    const int64_t pieces = (p.k + p.piece - 1) / p.piece;
+    if (!order_scales(a, p, 0, 0, pieces, c.row_scales)) return LP_NO_MEMORY;
+    if (!order_scales(b, p, 1, 0, pieces, c.col_scales)) return LP_NO_MEMORY;
+    return lp::gemm(whole, c, p.piece, a.scale * b.scale);
 }
 
 __attribute__((noinline)) int32_t in_pieces(const lp_product& p, const lp_call& c, Rounded& a, Rounded& b) {
@@ -152,7 +170,8 @@ __attribute__((noinline)) int32_t in_pieces(const lp_product& p, const lp_call& 
         part.unit = part.k < p.piece ? p.last_unit : p.unit;
         now.a = a.at + k * p.a.col * lp::bits_of(p.a.type) / 8;
         now.b = b.at + k * p.b.row * lp::bits_of(p.b.type) / 8;
-        const bool found = order_scales(a, p, 0, piece, now.row_scales) && order_scales(b, p, 1, piece, now.col_scales);
+        const bool found =
+            order_scales(a, p, 0, piece, 1, now.row_scales) && order_scales(b, p, 1, piece, 1, now.col_scales);
         if (!found) return LP_NO_MEMORY;
         if (const int32_t status = lp::gemm(part, now)) return status;
     }
@@ -175,7 +194,7 @@ __attribute__((noinline)) int32_t multiply_rounded(const lp_product& p, lp_call 
     c.b = b.at;
     if (p.rounding[0].codes) c.a_scales = a.code_scales;
     if (p.rounding[1].codes) c.b_scales = b.code_scales;
-    if (p.piece && p.k > p.piece) return in_pieces(p, c, a, b);
+    if (p.piece && p.k > p.piece) return adds_pieces(p) ? with_pieces(p, c, a, b) : in_pieces(p, c, a, b);
     if (!p.piece) return at_once(p, c, a, b);
     lp_product one = p;
     one.b.packed = 0;
