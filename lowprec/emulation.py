@@ -14,6 +14,7 @@ array([[2., 0.],
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.numpy_rounding import rounded
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, quoted
 from lowprec.formats import DType
+from lowprec.planning.tensor_cores import Accumulation
 from lowprec.util.strides import Shape
 from lowprec.util.tracing import uncompiled
 
-__all__ = ["mma"]
+__all__ = ["BLACKWELL_MMA_SYNC", "TensorCore", "mma"]
 
 #: Names of the formats: those of the modes, and those of the element types.
 _FORMATS = {
@@ -40,8 +42,76 @@ _FORMATS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorCore:
+    """The sums of a tensor core, as an argument of :func:`mma`: of hardware that does not exist yet, for example.
+
+    Parameters
+    ----------
+    group : int
+        Products that are added to the accumulator at once, from 1 to 128.
+    fraction_bits : int
+        Bits below the largest exponent of a group that terms keep, from 1 to 35.
+    result_bits : int
+        Fraction bits of a sum that remain, from 1 to 23.
+    least_exponent : int
+        The exponent to which terms are aligned at least, from -149 to 0.
+    adds_after : bool
+        Whether the accumulator is not one of the terms, but is added to their sum, to nearest.
+
+    Raises
+    ------
+    SettingError
+        A number is out of its range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lowprec.emulation import TensorCore, mma
+    >>> x = np.full((1, 8), 2.0**-6, np.float32)
+    >>> one = np.ones((1, 1), np.float32)
+    >>> [float(mma(x, x.T, one, arch=TensorCore(group=8, fraction_bits=f), format="e4m3")[0, 0]) for f in (11, 12)]
+    [1.0, 1.001953125]
+    """
+
+    group: int
+    fraction_bits: int
+    result_bits: int = 23
+    least_exponent: int = -133
+    adds_after: bool = False
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "group": (1, 128),
+            "fraction_bits": (1, 35),
+            "result_bits": (1, 23),
+            "least_exponent": (-149, 0),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise SettingError(
+                    f"{name} of a tensor core is an integer from {low} to {high}, got {quoted(value)}"
+                )
+
+    def _for(self, fmt: str) -> Accumulation:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return Accumulation(instruction_k=self.group, emin=FORMATS[fmt].emin, **fields)
+
+
+#: FP8 by ``mma.sync`` of a B200, compiled to instructions of FP16 units; products of cuBLASLt are by ``tcgen05.mma``.
+BLACKWELL_MMA_SYNC = TensorCore(group=32, fraction_bits=25, adds_after=True)
+
+
 @uncompiled
-def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any:  # noqa: A002
+def mma(
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    arch: str | Architecture | TensorCore,
+    format: str,  # noqa: A002 - the usual term
+) -> Any:
     """Return the bits of ``c + a @ b`` on an architecture's tensor cores.
 
     Each element is summed along k in ascending order, in groups of products; :doc:`emulation` has the size of a group.
@@ -56,7 +126,7 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
         float32, with values of the format.
     c : array, shape (..., m, n)
         float32. Batches broadcast.
-    arch : {"volta", "ampere", "ada", "hopper", "blackwell"}
+    arch : {"volta", "ampere", "ada", "hopper", "blackwell"} or TensorCore
         The architecture.
     format : {"fp16", "bf16", "tf32", "e4m3", "e5m2"}
         Format of the values of ``a`` and ``b``.
@@ -99,7 +169,10 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
         raise SettingError(
             f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}"
         )
-    model = arithmetic(parse_architecture(arch), name_of_format)
+    if isinstance(arch, TensorCore):
+        model = arch._for(name_of_format)
+    else:
+        model = arithmetic(parse_architecture(arch), name_of_format)
     x = _view("a", a)
     y = _view("b", b)
     z = _view("c", c)

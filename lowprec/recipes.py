@@ -64,6 +64,10 @@ class Recipe:
     weight_block : tuple of int, optional
         ``(16, 16)``: blocks of weights in NVFP4, so that the forward and the backward product see the same numbers.
         Weights are known in layers (``lowprec.torch.Linear``) and in intercepted models only.
+    fast_accum : tuple of str, optional
+        Products, such as ``("forward",)``, whose FP8 sums over all of k are those of tensor cores in
+        :class:`lowprec.emulate`, as with ``use_fast_accum=True`` of PyTorch. On Ada and Hopper others are added in FP32
+        every 128 products, the default of libraries.
     step, layer : int
         Part of the counter of the random numbers; see :meth:`at`.
     product : {"forward", "grad_input", "grad_weight"}
@@ -95,6 +99,7 @@ class Recipe:
     seed: int | None = None
     hadamard: int = 0
     weight_block: tuple[int, int] | None = None
+    fast_accum: tuple[Pass, ...] = ()
     step: int = 0
     layer: int = 0
     product: Pass = "forward"
@@ -111,6 +116,10 @@ class Recipe:
             if value not in legal:
                 choices = ", ".join(repr(x) for x in legal)
                 raise ModeError(f"{name} of a recipe must be one of {choices}, got {quoted(value)}")
+        if not isinstance(self.fast_accum, tuple) or not {*self.fast_accum} <= {*_PAIRS}:
+            raise ModeError(
+                f"fast_accum of a recipe is a tuple of {', '.join(map(repr, _PAIRS))}, got {quoted(self.fast_accum)}"
+            )
         for name, bits in (("seed", 64), ("step", 40), ("layer", 20)):
             object.__setattr__(self, name, _checked_integer(name, getattr(self, name), bits))
         self._check_effects()
@@ -127,7 +136,9 @@ class Recipe:
     def _check_effects(self) -> None:
         """Raise ModeError for an option that changes none of the three products."""
         rules = [rule for name in _PAIRS for rule in _formats_of(self, name)]
+        fast = [_formats_of(self, name) for name in self.fast_accum]
         options = {
+            "fast_accum": all(pair and all(rule.is_float8 for rule in pair) for pair in fast),
             "scale_rule": self.scale_rule == "floor"
             or any(_ruled(rule, self.scale_rule) != rule for rule in rules),
             "weight_block": not self.weight_block
@@ -275,6 +286,7 @@ _READERS: dict[str, Any] = {
     **dict.fromkeys(("scale_rule", "rounding", "product"), str),
     **dict.fromkeys(("seed", "hadamard", "step", "layer"), int),
     "weight_block": lambda text: tuple(int(x) for x in text.split("x")),
+    "fast_accum": lambda text: tuple(text.split("/")),
     "knows_weight": {"True": True, "False": False}.__getitem__,
 }
 

@@ -75,6 +75,11 @@ class Rule(NamedTuple):
         return bits + (self.scales.precision if self.scales else 0) > BFLOAT16.precision
 
     @property
+    def is_float8(self) -> bool:
+        """Whether the elements are FP8 with one scale a tensor or vector, whose products are one sum over k."""
+        return self.elements in ("e4m3", "e5m2") and not self.block_scale
+
+    @property
     def is_stochastic(self) -> bool:
         return self.rounding == "stochastic"
 

@@ -42,7 +42,8 @@ from lowprec.planning.rounded_operands import (
 from lowprec.planning.schedule import PartProduct, make_schedule
 from lowprec.planning.split_bounds import chunk_for
 from lowprec.planning.stored import reads_codes_of_b
-from lowprec.recipes import Rule
+from lowprec.planning.tensor_cores import accumulation
+from lowprec.recipes import Recipe, Rule
 
 PLAN_CACHE_SIZE = 1024
 
@@ -118,8 +119,12 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
 def _schedule(
     checked: _Checked, scheme: ModeRow, rounded: tuple[bool, bool], kernel: KernelRow, k: int
 ) -> tuple[PartProduct, ...]:
-    """Return the products of parts; tensor cores sum those of split operands in chunks of k."""
+    """Return the products of parts; tensor cores sum those of split operands, and of FP8, in chunks of k."""
     k_chunk = checked.problem.k_chunk
+    if k_chunk is None and kernel.imitates and checked.compute_dtype.is_float8:
+        (fmt,) = kernel.formats or ("",)
+        model = accumulation(fmt, kernel.imitates.capability)
+        k_chunk = (model and model.library_chunk) or None
     capability = checked.capabilities.tensor_cores_of(kernel)
     if k_chunk is None and any(rounded) and scheme.parts > 1 and capability is not None:
         k_chunk = chunk_for(k, scheme.operand_format.name, capability)
@@ -176,6 +181,9 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
         dtypes = types_on_cpu(rules, capabilities)
     a, b = map(rounded_spec, (problem.a, problem.b), rules, dtypes)
     scaled = replace(problem, out_dtype=out_dtype, has_alpha=True, is_scaled=True)
+    is_fast = isinstance(mode, Recipe) and mode.product in mode.fast_accum
+    if is_fast and capabilities.kernels[0].imitates:
+        scaled = replace(scaled, k_chunk=problem.k_chunk or max(layout.k, 1))
     rounded = replace(scaled, a=a, b=b)
     codes = in_codes(scaled, rules)
     if codes is not None and _multiplies_integers(codes, capabilities):

@@ -50,6 +50,8 @@ class Accumulation(NamedTuple):
     emin: int = 0
     result_bits: int = 23
     adds_after: bool = False
+    # products after which libraries add the sum to the result in FP32, unless accumulation is fast; 0: all of k
+    library_chunk: int = 0
 
 
 #: The first compute capability of a model, and the model; None if sums are not in FP32.
@@ -60,10 +62,11 @@ _SIXTEEN_BITS: tuple[_Model, ...] = (
     ((8, 0), Accumulation(16, 8, 24, -132)),
     ((7, 0), Accumulation(4, 4, 23, -126)),
 )
+#: Blackwell: of ``tcgen05.mma``, which cuBLASLt uses; a published model without recorded results of a library.
 _EIGHT_BITS: tuple[_Model, ...] = (
-    ((10, 0), Accumulation(32, 32, 25, -133, adds_after=True)),
-    ((9, 0), Accumulation(32, 32, 13, -133, result_bits=13)),
-    ((8, 9), Accumulation(32, 16, 13, -132, result_bits=13)),
+    ((10, 0), Accumulation(32, 32, 25, -133)),
+    ((9, 0), Accumulation(32, 32, 13, -133, result_bits=13, library_chunk=128)),
+    ((8, 9), Accumulation(32, 16, 13, -132, result_bits=13, library_chunk=128)),
 )
 
 _TF32: tuple[_Model, ...] = (

@@ -9,7 +9,7 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import library
 from lowprec.backends.cpu.emulation.arithmetic import arithmetic, formats_of
 from lowprec.backends.cpu.emulation.products import multiply
-from lowprec.emulation import mma
+from lowprec.emulation import BLACKWELL_MMA_SYNC, TensorCore, mma
 from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32
 from lowprec.planning.tensor_cores import accumulation
 from support import tensor_core_vectors as vectors
@@ -59,6 +59,8 @@ def in_one_call(twin, found, model):
 
 
 def model_of(gpu, fmt):
+    if gpu == "B200":
+        return BLACKWELL_MMA_SYNC._for(vectors.FORMATS[fmt])
     return arithmetic(parse_architecture(vectors.ARCHITECTURES[gpu]), vectors.FORMATS[fmt])
 
 
@@ -78,6 +80,44 @@ def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu, fmt, twin):
         pytest.skip(vectors.ABSENT)
     assert len(found.d) == 1000
     assert (bits(in_one_call(twin, found, model_of(gpu, fmt))) == bits(found.d)).all()
+
+
+# -- other tensor cores ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("core", "arch", "fmt"),
+    [
+        (TensorCore(group=8, fraction_bits=24, least_exponent=-132), "ampere", "fp16"),
+        (TensorCore(group=32, fraction_bits=13, result_bits=13), "hopper", "e4m3"),
+        (TensorCore(group=32, fraction_bits=25), "blackwell", "e5m2"),
+    ],
+)
+def test_a_tensor_core_as_a_value(core, arch, fmt, rng):
+    name = {"fp16": "float16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[fmt]
+    a, b = wild(rng, (5, 70), name, 20), wild(rng, (70, 6), name, 20)
+    c = wild(rng, (5, 6), "float16", 20)
+    assert (
+        bits(mma(a, b, c, arch=core, format=fmt)) == bits(mma(a, b, c, arch=arch, format=fmt))
+    ).all()
+
+
+@pytest.mark.parametrize("group", [1, 3, 64])
+def test_more_bits_than_those_of_gpus_are_exact(group, rng):
+    a, b = wild(rng, (4, 64), "float16", 4), wild(rng, (64, 3), "float16", 4)
+    c = wild(rng, (4, 3), "float16", 4)
+    core = TensorCore(group=group, fraction_bits=35)
+    assert (
+        bits(mma(a, b, c, arch=core, format="fp16"))
+        == bits(scalar_twin(a, b, c, core._for("float16")))
+    ).all()
+
+
+def test_a_tensor_core_that_is_not_possible():
+    with pytest.raises(
+        lowprec.SettingError, match="group of a tensor core is an integer from 1 to 128, got 0"
+    ):
+        TensorCore(group=0, fraction_bits=25)
 
 
 # -- exact arithmetic -----------------------------------------------------------------------------
@@ -153,13 +193,13 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
         (H, "tf32", [2.0**127, -(2.0**127)], [2.0, 2.0], 1.0, 0.0),
         (H, "tf32", [np.inf], [0.0], 0.0, np.nan),
         (H, "tf32", [np.inf], [1.0], -np.inf, np.nan),
-        # FP8 keeps 13 fraction bits of terms and sums; Blackwell adds c to the sum of products, to nearest.
+        # FP8 keeps 13 fraction bits of terms and sums; Blackwell 25 of terms, of which c is one.
         (H, E4M3, [2.0**-6] * 2, [2.0**-6, 2.0**-8], 1.0, 1 + 2.0**-12),
         (H, E4M3, [1.0, 2.0**-7], [1.0, 2.0**-7], 0.0, 1.0),
         (H, E4M3, [1.5, 2.0**-6], [1.5, 2.0**-7], 0.0, 2.25),
         (Architecture.ADA, E4M3, [2.0**-7] * 32, [2.0**-7] * 32, 1.0, 1.0),
         (H, E4M3, [1.0, *[0.0] * 15, 2.0**-6], [1.0, *[0.0] * 15, 2.0**-7], 0.0, 1 + 2.0**-13),
-        (B, E5M2, [2.0**-12, 2.0**-13], [2.0**-12] * 2, 1.0, 1 + 2.0**-23),
+        (B, E5M2, [2.0**-12, 2.0**-13], [2.0**-12] * 2, 1.0, 1.0),
         (B, E5M2, [1.0, 2.0**-14], [1.0, 2.0**-12], 0.0, 1.0),
         (B, E5M2, [0.0], [1.0], -0.0, 0.0),
         # An exact zero is +0; what is cut to nothing keeps its sign.

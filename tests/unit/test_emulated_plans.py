@@ -175,3 +175,32 @@ def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype):
         warnings.simplefilter("ignore", lowprec.LowprecWarning)
         result = lowprec.matmul(a, b, math_mode="fp64_emulated")
     np.testing.assert_array_equal(result, lowprec.matmul(a, b, math_mode="fp32"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "mode", "chunk"),
+    [
+        ("hopper", "fp8", 128), ("ada", "fp8_rows", 128), ("blackwell", "fp8", 1000),
+        ("hopper", "fp8(fast_accum=forward)", 1000), ("hopper", "fp8(fast_accum=grad_input/grad_weight)", 128),
+        ("hopper", lowprec.Recipe("fp8", fast_accum=("grad_input",)).of("grad_input"), 1000),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fp8_is_summed_as_libraries_do(arch, mode, chunk):
+    x = lowprec.ShapeDtype((1000, 1000), "float32")
+    with lowprec.emulate(arch):
+        plan = lowprec.plan(x, x, math_mode=mode)
+        assert lowprec.plan(x, x, math_mode=mode, k_chunk=256).quantized.inner.k_chunk == 256
+    assert plan.quantized.inner.k_chunk == chunk
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"forward": "mxfp4", "fast_accum": ("forward",)}, "fast_accum=forward has no effect on a recipe of mxfp4"),
+        ({"forward": "fp8", "fast_accum": ("all",)}, "fast_accum of a recipe is a tuple of 'forward', 'grad_input'"),
+    ],
+)  # fmt: skip
+def test_bad_fast_accumulation(given, words):
+    with pytest.raises(lowprec.ModeError, match=words):
+        lowprec.Recipe(**given)
