@@ -19,14 +19,8 @@ struct Fp32 : Lanes4 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_neon = {W,
-                                       emulate_block,
-                                       unscale_some,
-                                       largest_magnitude,
-                                       raise_vector_peaks,
-                                       quantize_part,
-                                       multiply_part,
-                                       round_numbers};
+extern const Lanewise lanewise_neon = {
+    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part, multiply_part, round_numbers};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

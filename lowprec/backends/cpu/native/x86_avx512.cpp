@@ -18,14 +18,8 @@ struct Fp32 : Lanes16 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx512 = {W,
-                                         emulate_block,
-                                         unscale_some,
-                                         largest_magnitude,
-                                         raise_vector_peaks,
-                                         quantize_part,
-                                         multiply_part,
-                                         round_numbers};
+extern const Lanewise lanewise_avx512 = {
+    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part, multiply_part, round_numbers};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
 TARGET_END
