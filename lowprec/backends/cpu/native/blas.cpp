@@ -143,6 +143,8 @@ int32_t multiply(const Product& p, int type) {
     product.last_unit = 0;
     const bool is_few = is_exact || (has_few(p) && !p.mode->quantises);
     product.unit = is_few ? p.mode->unit_of_few : p.mode->unit[is_complex];
+    const bool is_of_8_lanes = is_few && p.n <= 8 && lp_units() >> LP_FP32_AVX2 & 1;  // of the same bits
+    if (is_of_8_lanes) product.unit = LP_FP32_AVX2;
     lp_call call = {};
     call.a = p.a.at;
     call.b = p.b.at;

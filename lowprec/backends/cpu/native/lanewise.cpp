@@ -214,9 +214,16 @@ bool lp::round_rows(const void* from, bool is_wide, float* to, int64_t rows, int
     const Lanewise* functions = found();
     if (!functions) return false;
     const int64_t bytes = is_wide ? sizeof(double) : sizeof(float);
+    const bool is_shared = threads > 1 && rows * columns >= ELEMENTS_TO_SHARE;
+    if (!is_shared && ld == columns) {
+        functions->round(from, is_wide, to, rows * columns, format);
+        return true;
+    }
     auto round = [&](int64_t i) {
         functions->round((const char*)from + i * ld * bytes, is_wide, to + i * columns, columns, format);
     };
-    share(rows, rows * columns < ELEMENTS_TO_SHARE ? 1 : threads, round);
+    if (is_shared) share(rows, threads, round);
+    else
+        for (int64_t i = 0; i < rows; i++) round(i);
     return true;
 }
