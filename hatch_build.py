@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
@@ -126,6 +127,8 @@ def compile_sources(command: list[str], sources: list[Path]) -> list[str]:
         x.read_bytes() for x in sorted({y for x in sources for y in x.parent.glob("*.h*")})
     )
 
+    started = time.monotonic()
+
     def compile_one(source: Path) -> str:
         key = zlib.crc32(" ".join(command).encode() + headers + source.read_bytes())
         made = OBJECTS / f"{source.stem}-{key:08x}.o"
@@ -133,6 +136,10 @@ def compile_sources(command: list[str], sources: list[Path]) -> list[str]:
             temporary = made.with_suffix(f".{os.getpid()}")
             run([*command, "-c", str(source), "-o", str(temporary)])
             temporary.replace(made)
+            # `pip install -v` shows this line.
+            seconds = time.monotonic() - started
+            sys.stderr.write(f"compiled {source.name} after {seconds:.0f} s\n")
+            sys.stderr.flush()
         return str(made)
 
     OBJECTS.mkdir(parents=True, exist_ok=True)

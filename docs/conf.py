@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_design",
+    "sphinx_copybutton",
     "_extension",
 ]
 source_suffix = {".md": "markdown"}
@@ -43,6 +44,10 @@ maximum_signature_line_length = 80
 napoleon_google_docstring = False
 napoleon_numpy_docstring = True
 napoleon_use_rtype = False
+
+# Commands are copied without their prompt, and without their output.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
 html_math_renderer = "mathml"

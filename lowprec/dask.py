@@ -26,6 +26,12 @@ from lowprec.errors import ArrayError
 from lowprec.modes import MathMode, Mode, ResolvedMode, row
 from lowprec.policy.scopes import emulate
 
+__all__ = ["product"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def product(
     call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None

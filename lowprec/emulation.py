@@ -32,6 +32,11 @@ from lowprec.util.tracing import uncompiled
 
 __all__ = ["BLACKWELL_MMA_SYNC", "TensorCore", "mma"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 #: Names of the formats: those of the modes, and those of the element types.
 _FORMATS = {
     "fp16": "float16",

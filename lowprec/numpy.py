@@ -32,6 +32,13 @@ from lowprec.modes import parse_mode
 from lowprec.policy import entries
 from lowprec.policy.entries import Entry
 
+__all__ = ["intercept"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 #: By ``enum Reason`` of `native/blas.hpp`.
 _REASONS = (
     None,

@@ -31,6 +31,11 @@ from lowprec.util.tracing import uncompiled
 
 __all__ = ["Tolerance", "assert_matmul", "tolerance"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Array = npt.NDArray[Any]
 
 #: Modes that round each operand to one number of fewer bits, the most precise first.

@@ -37,3 +37,7 @@ __all__ = [
     "gradient_report",
     "suggest_scale",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

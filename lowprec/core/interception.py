@@ -127,6 +127,9 @@ class Interception(ContextScope):
     def __str__(self) -> str:
         return str(self.report())
 
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
     def __repr__(self) -> str:
         return f"lowprec.{self._module}.intercept({self._text})"
 

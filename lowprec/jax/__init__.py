@@ -10,3 +10,7 @@ from lowprec.jax.interception import intercept
 from lowprec.jax.steps import at_step
 
 __all__ = ["at_step", "intercept", "matmul"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -99,10 +99,9 @@ class PlanReport(GemmPlan, Report):
         return result | {name: plain(getattr(self, name), texts) for name in _DERIVED}
 
     def figure(self) -> Any:
-        """Return the device's roofline with this mode and those that ``rtol`` considered.
+        """Return the bounds of the modes that ``rtol`` considered by their speed; without ``rtol``, the roofline.
 
-        Where the device's peak rates are unknown, as on CPUs, the figure shows these modes' bounds by their speed; with
-        neither a roofline nor an ``rtol`` it is an UnsupportedError.
+        Without ``rtol`` and where the device's peak rates are unknown, as on CPUs, it is an UnsupportedError.
         """
         if self.roofline is None and not self.candidates:
             raise UnsupportedError(
@@ -234,24 +233,13 @@ _DERIVED = (
 
 def _figure(plan: PlanReport) -> Any:
     figure, ((panel,),) = plotting.figure(4.6)
-    if plan.roofline is None:
-        speeds = {str(c.mode): (1 / c.cost, c.bound) for c in plan.candidates if c.cost}
-        plotting.points(panel, speeds)
-        panel.set(
-            xlabel="expected speed, relative to fp32", ylabel="bound of the error / (|A| |B|)"
-        )
-    else:
-        bounds = {str(c.mode): c.bound for c in plan.candidates}
-        bounds.setdefault(str(plan.mode), plan.bound.relative)
-        seconds = {str(c.mode): c.seconds for c in plan.candidates}
-        seconds[str(plan.mode)] = plan.roofline.seconds
+    if plan.candidates:
+        _draw_candidates(panel, plan)
+    elif plan.roofline:
         x = plan.arithmetic_intensity
         _roofs(panel, plan.capabilities, x)
-        places = {}
-        for name, least in seconds.items():
-            if least:
-                places[f"{name}, bound {bounds[name]:.0e}"] = (x, plan.flops / least / 1e12)
-        plotting.points(panel, places)
+        name = f"{plan.mode}, bound {plan.bound.relative:.0e}"
+        plotting.points(panel, {name: (x, plan.flops / plan.roofline.seconds / 1e12)})
         panel.set(xlabel="flop per byte of operands and result", ylabel="TFLOP/s, at most")
         panel.xaxis.set_major_formatter("{x:.4g}")
     panel.set_title(
@@ -259,6 +247,21 @@ def _figure(plan: PlanReport) -> Any:
     )
     plotting.legend(figure, panel, loc="outside right upper", ncols=1)
     return figure
+
+
+def _draw_candidates(panel: Any, plan: PlanReport) -> None:
+    """Draw the bounds of the modes that ``rtol`` considered by their speed, by the roofline if it is known."""
+    if plan.roofline is None:
+        label = "expected speed, relative to fp32"
+        speeds = {str(c.mode): (1 / c.cost, c.bound) for c in plan.candidates if c.cost}
+    else:
+        label = "TFLOP/s, at most"
+        rates = {c: plan.flops / c.seconds / 1e12 for c in plan.candidates if c.seconds}
+        speeds = {str(c.mode): (rate, c.bound) for c, rate in rates.items()}
+        own = plan.flops / plan.roofline.seconds / 1e12
+        speeds.setdefault(str(plan.mode), (own, plan.bound.relative))
+    plotting.points(panel, speeds)
+    panel.set(xlabel=label, ylabel="bound of the error / (|A| |B|)")
 
 
 def _roofs(panel: Any, capabilities: Capabilities, x: float) -> None:

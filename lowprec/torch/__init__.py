@@ -31,3 +31,7 @@ __all__ = [
     "matmul",
     "search_modes",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,6 +24,15 @@ def test_the_names_are_sorted_and_all_there():
     assert extra - set(NAMES) <= {"annotations"}
 
 
+@pytest.mark.parametrize("name", ["amp", "dask", "emulation", "jax", "numpy", "testing", "torch"])
+def test_dir_shows_the_public_names(name):
+    if name in {"dask", "jax", "torch"}:
+        pytest.importorskip(name)
+    module = importlib.import_module(f"lowprec.{name}")
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, each) for each in module.__all__)
+
+
 @pytest.mark.parametrize("module", ["", ".amp", ".checking", ".emulation", ".linalg", ".profiling"])
 def test_first_lines_are_short_and_examples_shown(module):
     public = importlib.import_module(f"lowprec{module}")
