@@ -127,7 +127,9 @@ def autotune(
         )
     refuse_unknown("autotune", keywords, OF_PRODUCTS)
     call = bind(a, b, **keywords)
-    resolved = mode_of(call, keywords.get("math_mode"), keywords.get("rtol"), keywords.get("bound"))
+    resolved, _ = mode_of(
+        call, keywords.get("math_mode"), keywords.get("rtol"), keywords.get("bound")
+    )
     if call.delegate is not None:
         raise ArrayError(call.delegate.why)
     library = call.library

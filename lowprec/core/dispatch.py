@@ -11,7 +11,7 @@ from lowprec import policy
 from lowprec.arrays.signatures import of_first
 from lowprec.core.call import bind, run
 from lowprec.core.keywords import OF_PRODUCTS, ProductOptions, refuse_unknown, shows
-from lowprec.core.tolerance import mode_within
+from lowprec.core.tolerance import mode_of
 from lowprec.modes import parse_mode
 from lowprec.util.tracing import is_traced
 
@@ -119,7 +119,8 @@ def _multiply(a: Any, b: Any, math_mode: Any, options: Any) -> Any:
     call = bind(a, b, **options)
     if rtol is None and bound is None:
         return run(call, policy.resolve(math_mode), backward)
-    return run(call, mode_within(call, rtol, math_mode, bound)[0], backward)
+    resolved, _ = mode_of(call, math_mode, rtol, bound)
+    return run(call, resolved, backward)
 
 
 def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:

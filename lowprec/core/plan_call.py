@@ -5,16 +5,15 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
 from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import described
 from lowprec.core.call import Call, bind
 from lowprec.core.executors import plan_of
 from lowprec.core.keywords import OF_PRODUCTS, ProductOptions, refuse_unknown, shows
-from lowprec.core.tolerance import mode_within, other_choice
+from lowprec.core.tolerance import mode_of, other_choice
 from lowprec.errors import ArrayError, DTypeError, ShapeError
-from lowprec.planning import Candidate, Copy, GemmPlan, PlanReport, Reason, ReasonKind
+from lowprec.planning import Copy, GemmPlan, PlanReport, Reason, ReasonKind
 from lowprec.planning.stored import prepared_reason, sparse_reason
 from lowprec.util.strides import contiguous_strides
 from lowprec.util.tracing import uncompiled
@@ -77,13 +76,7 @@ def plan(
         capabilities = backend_of(array_device).capabilities(array_device)
     else:
         capabilities = predicted(device)
-    candidates: tuple[Candidate, ...] = ()
-    if rtol is None and bound is None:
-        resolved = policy.resolve(keywords.get("math_mode"))
-    else:
-        resolved, candidates = mode_within(
-            call, rtol, keywords.get("math_mode"), bound, capabilities
-        )
+    resolved, candidates = mode_of(call, keywords.get("math_mode"), rtol, bound, capabilities)
     options = call.options
     planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
     copies = _exported_copies(views)

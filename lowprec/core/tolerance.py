@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowprec import policy
 from lowprec.backends import backend_of
@@ -38,18 +38,17 @@ if TYPE_CHECKING:
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
 
-def mode_within(
+def mode_of(
     call: Call,
-    rtol: float | None,
     math_mode: ModeLike | None,
-    bound: BoundName | None = None,
+    rtol: float | None,
+    bound: BoundName | None,
     capabilities: Capabilities | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
-    """Return the mode that ``rtol`` selects for a product, and all candidates (none if it is imposed)."""
-    if bound is None:
-        measure = Bound.GUARANTEED
-    else:
-        measure = check_bound(bound)
+    """Return the mode of a product, and all candidates if ``rtol`` selects it and none is imposed."""
+    if rtol is None and bound is None:
+        return policy.resolve(math_mode), ()
+    measure = check_bound(bound or Bound.GUARANTEED)
     if rtol is None:
         raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")
     rtol = check_rtol(rtol)
@@ -72,12 +71,6 @@ def mode_within(
     if links > 1:
         selection = _within_chain(links, selection, problem, capabilities, rtol, measure)
     return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
-
-
-def mode_of(call: Call, math_mode: ModeLike | None, rtol: float | None, bound: Any) -> ResolvedMode:
-    if rtol is None and bound is None:
-        return policy.resolve(math_mode)
-    return mode_within(call, rtol, math_mode, bound)[0]
 
 
 def _excluded() -> frozenset[Mode]:

@@ -132,17 +132,11 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
                 f"input operand {position} does not have enough dimensions (has 0, requires 1): "
                 f"shapes {shape_a} and {shape_b}"
             )
-    m = 1
-    if len(shape_a) > 1:
-        m = shape_a[-2]
+    *_, m, k = (1, *shape_a)
     n = 1
+    k_of_b = shape_b[0]
     if len(shape_b) > 1:
-        n = shape_b[-1]
-    k = shape_a[-1]
-    if len(shape_b) > 1:
-        k_of_b = shape_b[-2]
-    else:
-        k_of_b = shape_b[0]
+        k_of_b, n = shape_b[-2:]
     if k != k_of_b:
         raise ShapeError(
             f"input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
@@ -183,11 +177,10 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
     strides = _broadcast_strides(spec.shape[:-2], spec.strides[:-2])
     if len(spec.shape) > 1:
         row_stride, col_stride = spec.strides[-2:]
+    elif is_a:
+        row_stride, col_stride = (0, *spec.strides)
     else:
-        if is_a:
-            row_stride, col_stride = (0, *spec.strides)
-        else:
-            row_stride, col_stride = (*spec.strides, 0)
+        row_stride, col_stride = (*spec.strides, 0)
     missing = (0,) * (len(batch) - len(strides))
     batch_strides = (*missing, *strides)
     return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, batch_strides)

@@ -174,20 +174,17 @@ def _mode_rows(plan: PlanReport) -> Iterator[Row]:
     resolved = plan.resolved
     if plan.runs_as is not plan.mode:
         yield "scheme", f"{plan.runs_as}"
-    if resolved is None:
-        yield "mode", str(plan.mode)
-    else:
-        asked = ""
-        if resolved.requested:
-            asked = f", {resolved.requested} was requested"
-        yield "mode", f"{plan.mode}, from {resolved.source}{asked}"
-        for reason in resolved.reasons:
-            yield "because", reason
+    asked = ""
+    if resolved.requested:
+        asked = f", {resolved.requested} was requested"
+    yield "mode", f"{plan.mode}, from {resolved.source}{asked}"
+    for reason in resolved.reasons:
+        yield "because", reason
     if plan.tolerance:
         yield "rtol", str(plan.tolerance)
     if plan.note:
         yield "note", plan.note
-    if resolved and resolved.emulates:
+    if resolved.emulates:
         yield "emulates", _emulates(plan, resolved.emulates)
 
 

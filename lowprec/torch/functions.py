@@ -149,7 +149,8 @@ def _settings(
         if rtol is not None or bound is not None:
             if isinstance(rtol, tuple):
                 rtol = float.fromhex(*rtol)
-            mode = mode_of(call, math_mode, rtol, bound).mode.value
+            resolved, _ = mode_of(call, math_mode, rtol, bound)
+            mode = resolved.mode.value
             source = ModeSource.RTOL.value
         elif math_mode is not None:
             mode = parse_mode(math_mode).value

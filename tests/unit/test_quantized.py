@@ -15,7 +15,7 @@ from lowprec.arrays import block_layout
 from lowprec.arrays.quantized import QuantizedArray
 from lowprec.backends.cpu import library
 from lowprec.core.quantize import quantize
-from lowprec.formats import BLOCK_FORMATS, FormatName
+from lowprec.formats import BLOCK_FORMATS, FLOAT8_E5M2, FLOAT8_E8M0FNU, BlockFormat, FormatName
 from support import narrow_twin
 
 FORMATS = tuple(name for name, row in BLOCK_FORMATS.items() if not row.has_float_scales)
@@ -347,6 +347,21 @@ def test_kernels_and_numpy_give_the_same_codes(name, axis, rng, monkeypatch):
         np.testing.assert_array_equal(one.codes, want.codes)
         assert one.scale == want.scale
         np.testing.assert_array_equal(one.scales, want.scales)
+
+
+def test_a_format_is_one_row(rng, monkeypatch):
+    row = BlockFormat(
+        "mxfp8_e5m2", FLOAT8_E5M2, 8, 32, FLOAT8_E8M0FNU, has_scale=False, is_mode=False
+    )
+    monkeypatch.setitem(BLOCK_FORMATS, row.name, row)
+    x = rng.standard_normal((40, 64)).astype(np.float32)
+    found = quantize(x, row.name)
+    numbers = found.codes.view(ml_dtypes.float8_e5m2).astype(np.float64).reshape(40, 2, 32)
+    values = np.ldexp(numbers, found.scales.astype(int)[..., None] - 127).reshape(x.shape)
+    np.testing.assert_array_equal(found.dequantize(), values)
+    # The largest number is 1.75 times 2^15, and peaks are below 2^16: 1/8 is lost at most, as by rounding to 3 bits.
+    # Below 2^-14 the numbers are multiples of 2^-16, and the scales are below 2^-12.
+    assert (np.abs(values - x) <= np.abs(x) / 8 + 2.0**-29).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -12,7 +12,7 @@ from lowprec.arrays.numpy_library import aligned_empty
 from lowprec.arrays.view import ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
-from lowprec.formats import ELEMENTS, BlockFormat, DType
+from lowprec.formats import ELEMENTS, INT4_CODES, BlockFormat, DType
 from lowprec.planning.layout import MatrixStack
 from lowprec.recipes import FORMATS, Rule
 
@@ -70,10 +70,11 @@ def _set_scales(q: library.Quantizer, blocks: int) -> None:
     q.scale_inner = 1
 
 
-def encodes(view: ArrayView) -> bool:
-    """Whether the compiled library rounds the numbers of a view."""
+def encodes(view: ArrayView, row: BlockFormat) -> bool:
+    """Whether the compiled library rounds the numbers of a view to a format."""
+    has_rule = row.is_mode or row.elements is INT4_CODES
     is_host = view.device.is_host and view.dtype in _TYPES and 0 not in view.shape
-    return is_host and library.library() is not None and bool(library.units())
+    return has_rule and is_host and library.library() is not None and bool(library.units())
 
 
 def encode(
