@@ -234,17 +234,15 @@ def _observed(
     error = None
     if mode and (x.is_compared or recorder.reference in (None, mode)):
         error = math.sqrt(x.error)
-    fault = fault_text(
-        _FAULTS[x.fault],
-        (_FAULTS[x.fault_of_a], _FAULTS[x.fault_of_b]),
-        mode,
-        recorder.reference if x.is_compared else None,
-        _FAULTS[x.fault_again],
-    )
+    fault = _FAULTS[x.fault]
+    if fault:
+        of_factors = (_FAULTS[x.fault_of_a], _FAULTS[x.fault_of_b])
+        reference = recorder.reference if x.is_compared else None
+        fault = fault_text(fault, of_factors, mode, reference, _FAULTS[x.fault_again])
     shape = (x.m, x.n) if x.m else ()
-    a, b = vectors
     of_operands = (NO_STATISTICS, NO_STATISTICS)
-    if a.size:
+    if vectors:
+        a, b = vectors
         of_operands = operand_statistics(a, b.T, parse_mode(mode))
     return Observed(
         layer, ANY_PASS, routine, mode, x.multiplications, shape, math.sqrt(x.square),

@@ -282,25 +282,24 @@ def take_observed(scope: Scope) -> Iterator[tuple[ObservedProducts, Any, list[An
     try:
         address = first
         while address:
-            found = ObservedProducts.from_buffer_copy(
-                ctypes.string_at(address, ctypes.sizeof(ObservedProducts))
-            )
+            found = ObservedProducts.from_address(address)
             end = address + ctypes.sizeof(ObservedProducts)
             sums = np.frombuffer(ctypes.string_at(end, 8 * found.sums))
-            end += sums.nbytes
             vectors = []
-            for shape in zip(found.vectors, found.length, strict=True):
-                size = 4 * math.prod(shape)
-                vectors.append(
-                    np.frombuffer(ctypes.string_at(end, size), np.float32).reshape(shape)
-                )
-                end += size
+            if found.length[0]:
+                end += sums.nbytes
+                for shape in zip(found.vectors, found.length, strict=True):
+                    size = 4 * math.prod(shape)
+                    numbers = np.frombuffer(ctypes.string_at(end, size), np.float32)
+                    vectors.append(numbers.reshape(shape))
+                    end += size
             yield found, sums, vectors
             address = found.next
     finally:
         _function("free_observed", None, _POINTER)(first)
 
 
+@functools.cache
 def routine(number: int) -> str:
     name: bytes = _function("name", ctypes.c_char_p, _I32)(number)
     return name.decode()

@@ -13,7 +13,7 @@ from lowprec.modes import Mode, row, rules_of
 from lowprec.recipes import Rule
 
 #: Numbers of an operand from which comparisons of two runs estimate underflow and clipping.
-SAMPLE = 1 << 16
+SAMPLE = 1 << 14
 
 
 def operand_statistics(
@@ -58,9 +58,9 @@ def of_codes(x: Any, axis: int, rule: Rule, most: int) -> OperandStatistics:
 
 
 def _chosen(numbers: Any, most: int) -> Any:
-    """Return some rows, the one with the largest number among them."""
+    """Return some rows, those with the largest and the smallest number among them."""
     step = numbers.size // most + 1
-    largest = np.unravel_index(np.abs(numbers).argmax(), numbers.shape)[0]
+    largest = [int(at) // numbers.shape[-1] for at in (numbers.argmax(), numbers.argmin())]
     return numbers[np.union1d(np.arange(0, len(numbers), step), largest)]
 
 

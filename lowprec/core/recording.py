@@ -78,8 +78,6 @@ def fault_text(
     fault: str, of_operands: Sequence[str], mode: str, reference: Mode | None, again: str
 ) -> str:
     """Return the text of a NaN or Inf in a result, and its origin; ``again`` is that of the reference's result."""
-    if not fault:
-        return ""
     for name, of_operand in zip(("first", "second"), of_operands, strict=False):
         if of_operand:
             return f"{fault}: its {name} operand has {of_operand}"

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lowprec import plotting
 from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import PrintedLine
-from lowprec.core.recording import ANY_PASS, Observed, distance
+from lowprec.core.recording import ANY_PASS, Observed
 from lowprec.report import Report
 from lowprec.util.atomic import write_file
 from lowprec.util.page import page
@@ -276,6 +278,7 @@ class _Errors:
         )
 
 
+@np.errstate(all="ignore")
 def _add_drift(
     sums: Mapping[Any, _Errors], found: Sequence[Observed], wanted: Sequence[Observed]
 ) -> str:
@@ -289,7 +292,7 @@ def _add_drift(
             return f"The runs part at product {number} of {_described(x)}: in the reference it is {_described(y)}."
         if x.sketch is not None and y.sketch is not None:
             each = sums[x.name, x.phase, x.mode]
-            each.difference += distance(x.sketch, y.sketch) ** 2
+            each.difference += float(np.square(x.sketch - y.sketch).sum())
             each.compared += y.norm**2
     if len(found) != len(wanted):
         return (

@@ -63,7 +63,7 @@ def test_errors_equal_a_computation_by_hand():
 
 
 def test_underflow_is_that_of_the_first_vectors():
-    """Of 2**17 numbers of an operand half are measured, those of its first rows or columns."""
+    """A part of the 2**17 numbers of an operand is measured, that of its first rows or columns."""
     jnp = jax.numpy
     b = (
         jnp.ones((256, 512), "float32").at[::16].set(1000)

@@ -56,7 +56,7 @@ void free_observer(Observer* observer) {
 
 namespace {
 
-const int SUMS = 1021, WORD = 64, MOST_NUMBERS = 1 << 15;
+const int SUMS = 1021, WORD = 64, MOST_NUMBERS = 1 << 13;
 const int64_t MOST_SKETCHES = 8192, MOST_SITES = 1024;
 enum Fault { HAS_NAN = 1, HAS_INF = 2 };
 

@@ -100,6 +100,45 @@ int take_counts(Scope& scope, lp_blas_count* rows) {
     return found;
 }
 
+}  // namespace
+
+// -- callers -----------------------------------------------------------------------------------------
+
+namespace {
+
+// Libraries that factorise, solve and iterate: their products keep their precision.
+const char* const SOLVERS[] = {
+    "lapack",  "openblas", "mkl_",    "flexiblas", "atlas",     "arpack",  "propack",         "superlu", "umfpack",
+    "cholmod", "lbfgsb",   "odepack", "_vode",     "_slsqplib", "odrpack", "_batched_linalg", "_trlib",
+};
+
+enum { IS_SOLVER = 1, IS_NUMPY = 2 };
+
+// The kind of the library of a return address. A library has many symbols, of which dladdr reads all.
+int library_of(const void* caller) {
+    static std::atomic<uint64_t> known[256];  // the address times 4, plus its kind
+    std::atomic<uint64_t>& slot = known[mixed(0, (int64_t)(uintptr_t)caller) % 256];
+    const uint64_t word = slot.load(std::memory_order_relaxed);
+    if (word >> 2 == (uint64_t)(uintptr_t)caller) return word & 3;
+    Dl_info info;
+    int found = 0;
+    if (dladdr(caller, &info) && info.dli_fname) {
+        const char* slash = strrchr(info.dli_fname, '/');
+        const char* file = slash ? slash + 1 : info.dli_fname;
+        for (const char* name : SOLVERS)
+            if (strstr(file, name)) found |= IS_SOLVER;
+        if (strstr(file, "_multiarray_umath")) found |= IS_NUMPY;
+    }
+    slot.store((uint64_t)(uintptr_t)caller << 2 | (uint64_t)found, std::memory_order_relaxed);
+    return found;
+}
+
+}  // namespace
+
+bool is_of_solver(const void* caller) { return library_of(caller) & IS_SOLVER; }
+
+namespace {
+
 // Python's functions that name its current function; null in another process.
 struct Python {
     int (*has_lock)();
@@ -155,10 +194,8 @@ const Python* python() {
 
 void name_function(const void* caller, char* to, size_t size, bool has_line) {
     const Python* py = python();
-    Dl_info info;
-    if (!py || !py->thread() || !dladdr(caller, &info) || !info.dli_fname) return;
-    const bool holds = py->has_lock();
-    if (!holds && !strstr(info.dli_fname, "_multiarray_umath")) return;
+    if (!py || !py->thread()) return;
+    if (!py->has_lock() && !(library_of(caller) & IS_NUMPY)) return;
     const int state = py->lock();
     const int collects = py->stop_collections();  // so that no finalizer runs
     void* error[3];
@@ -239,33 +276,6 @@ void count(Scope* scope, const Call& call, Reason reason, int mode) {
     const int64_t SAMPLED = 256;  // calls of which the first one's function is looked up
     if (slot->calls.fetch_add(1, std::memory_order_relaxed) % SAMPLED == 0) name_slot(*slot, call.caller);
     slot->multiplications.fetch_add(call.multiplications, std::memory_order_relaxed);
-}
-
-namespace {
-
-// Libraries that factorise, solve and iterate: their products keep their precision.
-const char* const SOLVERS[] = {
-    "lapack",  "openblas", "mkl_",    "flexiblas", "atlas",     "arpack",  "propack",         "superlu", "umfpack",
-    "cholmod", "lbfgsb",   "odepack", "_vode",     "_slsqplib", "odrpack", "_batched_linalg", "_trlib",
-};
-
-}  // namespace
-
-bool is_of_solver(const void* caller) {
-    // By address: the address of a call times 2, plus the answer.
-    static std::atomic<uint64_t> known[256];
-    std::atomic<uint64_t>& slot = known[mixed(0, (int64_t)(uintptr_t)caller) % 256];
-    const uint64_t word = slot.load(std::memory_order_relaxed);
-    if (word >> 1 == (uint64_t)(uintptr_t)caller) return word & 1;
-    Dl_info info;
-    bool found = false;
-    if (dladdr(caller, &info) && info.dli_fname) {
-        const char* slash = strrchr(info.dli_fname, '/');
-        const char* file = slash ? slash + 1 : info.dli_fname;
-        for (const char* name : SOLVERS) found |= strstr(file, name) != nullptr;
-    }
-    slot.store((uint64_t)(uintptr_t)caller << 1 | found, std::memory_order_relaxed);
-    return found;
 }
 
 }  // namespace lp::blas
