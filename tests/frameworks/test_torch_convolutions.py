@@ -147,7 +147,7 @@ def network():
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "int8", "mxfp8"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "int8", "mxfp8", "nvfp4", "fp8"])
 def test_an_image_has_the_same_bits_alone_and_in_any_batch(mode, last):
     model = network()
     x = torch.randn(9, 3, 19, 21)
