@@ -49,7 +49,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCore:
-    """The sums of a tensor core, as an argument of :func:`mma`: of hardware that does not exist yet, for example.
+    """The sums of a tensor core, also of one that does not exist, for :func:`mma`.
 
     Parameters
     ----------

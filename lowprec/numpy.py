@@ -241,7 +241,7 @@ def _observed(
         fault = fault_text(fault, of_factors, mode, reference, _FAULTS[x.fault_again])
     shape = (x.m, x.n) if x.m else ()
     of_operands = (NO_STATISTICS, NO_STATISTICS)
-    if vectors:
+    if mode and vectors:
         a, b = vectors
         of_operands = operand_statistics(a, b.T, parse_mode(mode))
     return Observed(

@@ -76,15 +76,15 @@ def test_a_cpu_shows_bounds_by_speed(drawn, tmp_path):
 
 def test_an_interception_has_a_bar_for_each_layer(torch, drawn, tmp_path):
     model = torch.nn.Sequential(
-        torch.nn.Conv1d(4, 8, 1), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8)
+        torch.nn.Linear(4, 16).double(), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8)
     )
     with torch.no_grad(), lowprec.torch.intercept("bf16", statistics=True) as seen:
-        model(torch.randn(2, 4, 16))
+        model[1:](model[0](torch.randn(16, 4).double()).float())
     report = seen.report()
     report.plot(tmp_path / "report.svg")
     shares, errors = drawn[0].axes
     assert labels(shares) == ["1", "2", "0"]
-    numbers = np.array([16 * 16 * 24, 16 * 24 * 8, 2 * 4 * 8 * 16])
+    numbers = np.array([16 * 16 * 24, 16 * 24 * 8, 16 * 4 * 16])
     taken, passed = ([bar.get_width() for bar in bars] for bars in shares.containers)
     assert taken == pytest.approx([*100 * numbers[:2] / numbers.sum(), 0])
     assert passed == pytest.approx([0, 0, 100 * numbers[2] / numbers.sum()])

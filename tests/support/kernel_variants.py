@@ -88,9 +88,14 @@ def _packings():
             yield Packing(stack, target, 64 * elements, 64 * lines, scaled, how, *parts)
 
 
-#: How the quantising kernels round: the rules of all modes, with each measure alone.
+#: How the quantising kernels round: the rules of all modes of GPUs, with each measure alone.
 QUANTIZED = [
-    *dict.fromkeys(rule for name in FORMATS for rule in FORMATS[name] if rule.codes != "int8_blocks"),
+    *dict.fromkeys(
+        rule
+        for rules in FORMATS.values()
+        for rule in rules
+        if rule.codes != "int8_blocks" and rule.is_plain
+    ),
     Rule("e4m3", "block", (1, 32), "rceil"), Rule("e2m1", "block", (1, 32), "rceil"),
     Rule("e2m1", "block", (16, 16), "e4m3"),
 ]  # fmt: skip
