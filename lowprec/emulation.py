@@ -21,6 +21,7 @@ import numpy as np
 
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.backends.cpu.emulation import matrix_cores
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.numpy_rounding import rounded
@@ -131,8 +132,8 @@ def mma(
         float32, with values of the format.
     c : array, shape (..., m, n)
         float32. Batches broadcast.
-    arch : {"volta", "ampere", "ada", "hopper", "blackwell"} or TensorCore
-        The architecture.
+    arch : {"volta", "ampere", "ada", "hopper", "blackwell", "cdna1", "cdna2", "cdna3"} or TensorCore
+        The architecture; those of AMD have published models without recorded results of the hardware.
     format : {"fp16", "bf16", "tf32", "e4m3", "e5m2"}
         Format of the values of ``a`` and ``b``.
 
@@ -174,9 +175,12 @@ def mma(
         raise SettingError(
             f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}"
         )
+    core = None
+    if isinstance(arch, str):
+        core = matrix_cores.matrix_core(arch, name_of_format)
     if isinstance(arch, TensorCore):
         model = arch._for(name_of_format)
-    else:
+    elif core is None:
         model = arithmetic(parse_architecture(arch), name_of_format)
     x = _view("a", a)
     y = _view("b", b)
@@ -187,7 +191,12 @@ def mma(
     _check_values("b", y.ndarray(), name_of_format)
     shape = (*batch, x.shape[-2], y.shape[-1])
     target = library.allocate(shape, DType.FLOAT32, CPU, a)
-    target.ndarray()[...] = multiply(x.ndarray(), y.ndarray(), z.ndarray(), model)
+    operands = x.ndarray(), y.ndarray(), z.ndarray()
+    if core is None:
+        target.ndarray()[...] = multiply(*operands, model)
+    else:
+        emin = FORMATS[name_of_format].emin
+        target.ndarray()[...] = matrix_cores.multiply(*operands, emin, core)
     return library.wrap(target.owner, a, b, c)
 
 
