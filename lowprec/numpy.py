@@ -281,16 +281,10 @@ def _loops(is_on: bool) -> None:
     table = ctypes.cast(
         pointer_of(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p)
     )
-    replace = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, *3 * [ctypes.c_void_p])(table[30])
     functions = [getattr(np, name, None) for name in ("matmul", "matvec", "vecmat", "vecdot")]
     kinds = [(function, kind) for function in functions if function for kind in function.types]
     for slot, (function, (letter, *_)) in enumerate(kinds):
-        ours, original = blas.loop(slot, function.__name__, letter)
-        types = (ctypes.c_int * 3)(*3 * [np.dtype(letter).num])
-        if is_on:
-            replace(function, ours, types, original)
-        else:
-            replace(function, original.contents, types, None)
+        blas.set_loop(slot, function, letter, np.dtype(letter).num, table[30], is_on)
 
 
 def _follow(whole_process: bool) -> None:

@@ -233,19 +233,29 @@ def install(is_on: bool) -> None:
     _function("install", None, _I32)(is_on)
 
 
-def loop(slot: int, name: str, letter: str) -> tuple[int, Any]:
-    """Return the loop of NumPy's function of a name for a type, and the place for the address of NumPy's own one."""
-    original = ctypes.POINTER(_POINTER)()
-    function = _function("loop", _POINTER, _I32, ctypes.c_char_p, ctypes.c_char, _POINTER)
-    return function(slot, name.encode(), letter.encode(), ctypes.byref(original)), original
+@functools.cache
+def _set_loop() -> Any:
+    """Return the function that is called with the interpreter's lock."""
+    arguments = (_I32, ctypes.py_object, ctypes.c_char_p, ctypes.c_char, _I32, _POINTER, _I32)
+    prototype = ctypes.PYFUNCTYPE(_I32, *arguments)
+    return prototype(("lp_blas_set_loop", ctypes.PyDLL(library.path())))
+
+
+def set_loop(slot: int, function: Any, letter: str, number: int, replace: int, is_on: bool) -> None:
+    """Set the library's loop for a type of NumPy's function, or NumPy's own one, in one step."""
+    name = function.__name__.encode()
+    _set_loop()(slot, function, name, letter.encode(), number, replace, is_on)
 
 
 class Scope:
     """A scope for the thread that enters it and those that it starts, or for all threads without one."""
 
+    #: Null until the scope exists, also if an exception of a handler comes before.
+    address: int | None = None
+
     def __init__(self, rules: Blas) -> None:
         self.rules = rules
-        self.address: int | None = _function("create", _POINTER, _POINTER)(ctypes.byref(rules))
+        self.address = _function("create", _POINTER, _POINTER)(ctypes.byref(rules))
         if self.address is None:
             raise MemoryError("there is no memory for a scope")
 

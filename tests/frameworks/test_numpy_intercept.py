@@ -211,6 +211,46 @@ def test_an_interrupt_is_raised_and_the_result_is_whole(size):
     assert (lost, unwritten) == (0, 0)
 
 
+INTERRUPTED = """
+import numpy as np
+import lowprec.numpy as ln
+from lowprec.core import blas
+
+own, calls = blas.set_loop, []
+
+
+def interrupted(*arguments):
+    calls.append(arguments)
+    if len(calls) == 5:
+        raise KeyboardInterrupt
+    own(*arguments)
+
+
+blas.set_loop = interrupted
+try:
+    with ln.intercept("bf16"):
+        raise AssertionError
+except KeyboardInterrupt:
+    print("interrupted")
+types = sorted({kind[0] for kind in np.matmul.types} - {"O"})
+x = np.full((3, 3), 1 + 2.0**-9, np.float32)
+for _ in range(2):
+    for kind in types:
+        one = np.ones((3, 3), kind)
+        assert ((one @ one) == (1 if kind == "?" else 3)).all(), kind
+    assert (x @ x)[0, 0] > 3
+    with ln.intercept("bf16"):
+        assert (x @ x)[0, 0] == 3
+print(len(types))
+"""
+
+
+def test_a_block_whose_entry_is_interrupted_leaves_numpys_loops():
+    first, size = run_python(INTERRUPTED).split()
+    assert first == "interrupted"
+    assert int(size) > 10
+
+
 def test_a_product_near_the_recursion_limit_is_written():
     x = np.full((4, 4), 1 + 2.0**-9, np.float32)
     found = []

@@ -1,10 +1,18 @@
 """Products of a matrix and a vector under ``intercept``, which rounds the matrix in the pass that reads it."""
 
+import sys
+
 import numpy as np
 import pytest
 
 import lowprec.numpy as ln
+from lowprec.backends.cpu import library
 from lowprec.core import blas
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or library.library() is None,
+    reason="interception needs Linux and the compiled kernels",
+)
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
 

@@ -407,14 +407,22 @@ Functions* functions_of(char letter, int routine, bool is_cblas, bool is_64) {
 
 using namespace lp::blas;
 
-LP_API void* lp_blas_loop(int32_t slot, const char* name, char letter, void** original) {
-    for (int routine = MATMUL; slot < LOOPS && routine < FIRST_OF_LAPACK; routine++) {
-        if (strcmp(name, name_of(routine))) continue;
-        loops[slot].routine = routine;
-        loops[slot].letter = letter;
-        *original = (void*)&loops[slot].original;
-        return (void*)loop_of(slot, std::make_integer_sequence<int, LOOPS>());
-    }
-    return nullptr;
+// The caller has the interpreter's lock, without which NumPy begins no loop: the original one is known before a call.
+LP_API int32_t lp_blas_set_loop(int32_t slot, void* function, const char* name, char letter, int32_t number,
+                                void* replace, int32_t is_on) {
+    typedef int Replace(void* function, Loop* loop, const int* types, Loop** before);
+    if (slot >= LOOPS) return LP_UNSUPPORTED;
+    Replaced& x = loops[slot];
+    const int types[] = {number, number, number};
+    if (!is_on) return x.original ? ((Replace*)replace)(function, x.original, types, nullptr) : LP_OK;
+    int routine = MATMUL;
+    while (routine < FIRST_OF_LAPACK && strcmp(name, name_of(routine))) routine++;
+    x.routine = routine;
+    x.letter = letter;
+    Loop* const ours = loop_of(slot, std::make_integer_sequence<int, LOOPS>());
+    Loop* before = nullptr;
+    const int status = ((Replace*)replace)(function, ours, types, &before);
+    if (before && before != ours) x.original = before;
+    return status;
 }
 #endif

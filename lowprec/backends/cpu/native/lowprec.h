@@ -223,8 +223,10 @@ LP_API lp_blas_observed* lp_blas_take_observed(void* scope);  // those since the
 LP_API void lp_blas_free_observed(lp_blas_observed*);
 LP_API const char* lp_blas_name(int32_t routine);                     // null: there is none of this number
 LP_API void lp_blas_install(int32_t is_on);                           // whether calls of the BLAS reach the scopes
-// A loop for a type of NumPy's matmul, matvec, vecmat or vecdot, with the place of the original; null: there is none.
-LP_API void* lp_blas_loop(int32_t slot, const char* name, char letter, void** original);
+// Sets our loop, or the original one, for a type (its letter and number) of NumPy's matmul, matvec, vecmat or vecdot by
+// PyUFunc_ReplaceLoopBySignature.
+LP_API int32_t lp_blas_set_loop(int32_t slot, void* function, const char* name, char letter, int32_t number,
+                                void* replace, int32_t is_on);
 LP_API int32_t lp_blas_pass(int32_t depth);                           // 1: calls of this thread pass; -> before
 
 LP_API void lp_use_openmp(void* gomp_parallel, void* omp_in_parallel);  // both null: own threads
