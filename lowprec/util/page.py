@@ -11,6 +11,7 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.25rem; font-weight: 600; }
+h1, p { overflow-wrap: anywhere; }
 h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
