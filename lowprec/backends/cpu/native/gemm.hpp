@@ -9,6 +9,14 @@
 
 const int SETS = 0, ADDS = 1, STREAMS = 2;  // how a micro-kernel writes C: past the caches if it STREAMS
 
+// The scales of the rows of a strip that has none.
+static constexpr struct Ones {
+    float at[64];
+    constexpr Ones() : at() {
+        for (float& x : at) x = 1;
+    }
+} ONES;
+
 // The arguments of a micro-kernel.
 struct MicroTile {
     const uint32_t *a, *b;  // the first blocks
@@ -21,6 +29,7 @@ struct MicroTile {
     const int32_t* sums;  // 128 times the sums of the columns of b, which int8 units with an offset subtract; or null
     const char* next;  // what to prefetch: 256 bytes for each block, step_next bytes between
     int64_t step_next;
+    const float *row_scales, *column_scales;  // of a piece of k, which are multiplied before the factor; or both null
 };
 typedef void Micro(const MicroTile&);
 
@@ -61,7 +70,11 @@ template <class U, int ROWS> static void micro(const MicroTile& tile) {
             if constexpr (OFFSET) {
                 if (sums) acc[i][j] = plus(acc[i][j], (Acc)(0 - get<u32v>(sums + j * W)));
             }
-            if constexpr (__is_same(Acc, f32v)) acc[i][j] *= factor;
+            if constexpr (__is_same(Acc, f32v)) {
+                if (tile.row_scales) acc[i][j] *= get<f32v>(tile.column_scales + j * W) * tile.row_scales[i];
+                acc[i][j] *= factor;
+                if (tile.row_scales && write == SETS) acc[i][j] += f32v{};  // +0, as of a sum that begins with 0
+            }
             if (write == ADDS) acc[i][j] = plus(acc[i][j], get<Acc>(at));
             if (write == STREAMS) stream(at, acc[i][j]);
             else put(at, acc[i][j]);
@@ -85,6 +98,7 @@ template <class U> struct Gemm {
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
     static constexpr bool SCALES = U::ELEMENT == E_F32 || U::ELEMENT == E_PAIR;
     static constexpr int64_t BLOCK = P * W, SUMS = FLOATS ? 2 : 1, LONGEST = KC * P;
+    static constexpr int64_t MOST_PIECES = SUMS * (LONGEST / 128 + 1);  // of k in a chunk
 
     // A product of packed operands, or of few rows. Blocks are of k.
     struct Common {
@@ -210,6 +224,14 @@ template <class U> struct Gemm {
             else if (OFFSET && !k0) sums = (const int32_t*)(strip + j.strip_b - sums_dwords());
             const int columns = (int)least(p.n - n * N, N);
             const char* next = (const char*)(b + j.strip_b);
+            alignas(64) float column_scales[MOST_PIECES][N];  // of the strip in the pieces of the chunk
+            for (int64_t k = k0; k < k1 && j.piece; k += j.piece) {
+                float* const of_strip = column_scales[(k - k0) / j.piece];
+                for (int i = 0; i < N; i++) of_strip[i] = 1;
+                const float* const from = p.pieces.columns;
+                if (!from) continue;
+                __builtin_memcpy(of_strip, from + k / j.piece * p.pieces.column_step + n * N, 4 * (size_t)columns);
+            }
             for (int64_t m = m0; m < m1; m++) {  // loop 1
                 const bool is_last = m == j.strips_m - 1;
                 const int rows = (int)(is_last ? rows_last : M);
@@ -225,12 +247,20 @@ template <class U> struct Gemm {
                     for (int q = 0; q < N; q += 16)
                         __builtin_prefetch(p.c.at + p.c.offset(m * M + i, n * N + q) * bits_of(p.c.type) / 8);
                 for (int64_t k = k0; k < k1 && j.piece; k += j.piece) {
-                    const int64_t end = least(k + j.piece, k1), rest = p.k - (end - 1) * BLOCK;
-                    alignas(64) float piece[M * N];
-                    (is_last ? last : whole)({a + (k - k0) * M * W, b + (k - k0) * N * W, M * W, N * W,
-                                              (end - k - 1) * W + least(rest, W), piece, N, 1, SETS, nullptr,
-                                              next + 256 * (k - k0), 256});
-                    add_piece(p.pieces, k / j.piece, {piece, N, m * M, n * N, rows, columns}, c, ldc);
+                    const int64_t end = least(k + j.piece, k1), rest = p.k - (end - 1) * BLOCK, piece = k / j.piece;
+                    const float* const of_rows =
+                        p.pieces.rows ? p.pieces.rows + piece * p.pieces.row_step + m * M : ONES.at;
+                    const float* const of_columns = column_scales[(k - k0) / j.piece];
+                    const int64_t dwords = (end - k - 1) * W + least(rest, W);
+                    MicroTile t{a + (k - k0) * M * W, b + (k - k0) * N * W, M * W, N * W, dwords, c, ldc};
+                    t.factor = p.pieces.alpha;
+                    t.write = k ? ADDS : SETS;
+                    t.next = next + 256 * (k - k0);
+                    t.step_next = 256;
+                    t.row_scales = of_rows;
+                    t.column_scales = of_columns;
+                    if constexpr (U::IS_TILED) add_piece(is_last ? last : whole, t, rows);
+                    else (is_last ? last : whole)(t);
                 }
                 for (int64_t k = k0; k < k1 && !j.piece; k += j.sum) {
                     const int64_t end = least(k + j.sum, k1), rest = p.k - (end - 1) * BLOCK;
@@ -241,9 +271,9 @@ template <class U> struct Gemm {
                         const uint32_t* const from_b = b + ((k - k0) * j.slots_b + term.b) * N * W;
                         const char* const after = ahead.at ? ahead.next() : next + 256 * (k - k0);
                         const int64_t dwords = (end - k - 1) * W + least(rest, W);
-                        (is_last ? last
-                                 : whole)({from_a, from_b, j.slots_a * M * W, j.slots_b * N * W, dwords,
-                                           c + term.plane * M * N, ldc, term.factor, write, sums, after, ahead.step});
+                        (is_last ? last : whole)({from_a, from_b, j.slots_a * M * W, j.slots_b * N * W, dwords,
+                                                  c + term.plane * M * N, ldc, term.factor, write, sums, after,
+                                                  ahead.step, nullptr, nullptr});
                     }
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
@@ -259,21 +289,25 @@ template <class U> struct Gemm {
         int64_t ld, row, col;
         int rows, columns;
     };
-    // Adds the sums over a piece of k, times their scales, to a tile of C.
-    static void add_piece(const lp::Pieces& p, int64_t piece, const Tile& t, float* c, int64_t ldc) {
+    // Adds the sums over a piece of k, times their scales, to a tile of C, after a micro-kernel without scales.
+    static void add_piece(Micro* multiply, MicroTile t, int rows) {
         if constexpr (FLOATS) {
-            alignas(64) float columns[N];
-            for (int i = 0; i < N; i++) columns[i] = 1;
-            const float* const sums = (const float*)t.sums;
-            if (p.columns) __builtin_memcpy(columns, p.columns + piece * p.column_step + t.col, 4 * (size_t)t.columns);
-            for (int i = 0; i < t.rows; i++) {
-                const float row = p.rows ? p.rows[piece * p.row_step + t.row + i] : 1;
+            alignas(64) float sums[M * N];
+            char* const c = (char*)t.c;
+            const int64_t ldc = t.ldc;
+            const float factor = t.factor;
+            const bool adds = t.write == ADDS;
+            t.c = sums;
+            t.ldc = N;
+            t.factor = 1;
+            t.write = SETS;
+            multiply(t);
+            for (int i = 0; i < rows; i++)
                 UNROLLED(v, U::COLUMNS) {
-                    f32v x = get<f32v>(sums + i * t.ld + v * W) * (get<f32v>(columns + v * W) * row) * p.alpha;
-                    float* const at = c + i * ldc + v * W;
-                    put(at, x + (piece ? get<f32v>(at) : f32v{}));
+                    char* const at = c + 4 * (i * ldc + v * W);
+                    f32v x = get<f32v>(sums + i * N + v * W) * (get<f32v>(t.column_scales + v * W) * t.row_scales[i]);
+                    put(at, x * factor + (adds ? get<f32v>(at) : f32v{}));
                 }
-            }
         }
     }
 

@@ -91,7 +91,7 @@ bool order_scales(Rounded& r, const lp_product& p, int operand, int64_t first, i
     if (!r.scales || (!order && q.scaling == LP_VECTORS)) return true;
     const lp_matrix& x = operand ? p.b : p.a;
     const int64_t count = (x.batch_offsets ? p.batches : 1) * (operand ? p.n : p.m);
-    float* const ordered = (float*)r.ordered.of(4 * count * pieces);
+    float* const ordered = (float*)r.ordered.of(4 * count * pieces + 256);  // kernels read the scales of whole strips
     if (!ordered) return false;
     for (int64_t i = 0; i < count; i++) {
         const int64_t vector = order ? order[i] : i, batch = vector / q.vectors;
