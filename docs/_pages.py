@@ -22,7 +22,8 @@ SOURCES = (
 
 #: Products that an interception leaves to the library: the only list of them on the first pages.
 NOT_TAKEN = """\
-- Convolutions; recurrent layers, and attention in one kernel (`scaled_dot_product_attention`), of PyTorch.
+- Recurrent layers, attention in one kernel (`scaled_dot_product_attention`), and convolutions on GPUs, of PyTorch;
+  convolutions of JAX.
 - Products of two activations stay in `bf16` where a mode quantises, unless `attention=True`. Products of two
   vectors, and those inside solvers and factorisations, keep their precision unless a rule names them.
 - Sparse tensors, weights that are already quantised, and C++ programs of Inductor (`max_autotune`, AOTInductor).
@@ -47,6 +48,8 @@ def pages(made: Mapping[Path, str]) -> dict[Path, str]:
         files[page] = generated.filled(page, section, f"```{language}\n{shown}```\n", files[page])
     report = re.search(r"^```text\n.*?^```\n", files[README], re.MULTILINE | re.DOTALL)
     assert report is not None
-    page = DOCS / "quickstart.md"
-    files[page] = generated.filled(page, "first report", report[0], files[page])
+    index = DOCS / "index.md"
+    files[index] = generated.filled(index, "not taken", NOT_TAKEN, files[index])
+    for page in (index, DOCS / "quickstart.md"):
+        files[page] = generated.filled(page, "first report", report[0], files[page])
     return files
