@@ -84,7 +84,7 @@ def test_pretrained_model(tmp_path):
 @pytest.mark.sweep
 @pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
 def test_claims(tmp_path):
-    for line in run(tmp_path, EXAMPLES / "claims.py").splitlines():
+    for line in run(tmp_path, EXAMPLES / "three_claims.py").splitlines():
         name, _, claim = line.partition(":")
         (row,) = (row for row in README.splitlines() if row.startswith(f"| {name} |"))
         assert claim.strip() in row.replace("`", ""), row

@@ -1,6 +1,6 @@
 """Three claims in numbers: rounded exactly, repeatable, bounded.
 
-usage: python docs/examples/claims.py [--n N]
+usage: python docs/examples/three_claims.py [--n N]
 """
 
 from __future__ import annotations
@@ -28,14 +28,26 @@ def by_definition(x: Any, fmt: str) -> Any:
     return (codes.astype(np.float64) * scales).reshape(x.shape)
 
 
+def nvfp4_by_definition(x: Any) -> Any:
+    """Return the numbers of NVFP4: blocks of 16 with a scale in E4M3, and a scale of the array, in float32."""
+    blocks = x.reshape(-1, 16)
+    peaks = np.abs(blocks).max(axis=1, keepdims=True)
+    whole = peaks.max() / np.float32(448 * 6)
+    scales = (peaks / np.float32(6) / whole).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = (blocks / (scales * whole)).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn)
+    return (codes.astype(np.float32) * scales * whole).reshape(x.shape)
+
+
 def exact(n: int) -> str:
     """Compare stored numbers with their definition."""
     x = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
-    differ = sum(
-        int((lowprec.quantize(x, fmt, axis=1).dequantize() != by_definition(x, fmt)).sum())
-        for fmt in MX
-    )
-    return f"{differ} of {2 * n * n:,} numbers in mxfp8 and mxfp4 differ from their definition"
+    wanted = {fmt: by_definition(x, fmt) for fmt in MX}
+    wanted["nvfp4"] = nvfp4_by_definition(x)
+    differ = 0
+    for fmt, numbers in wanted.items():
+        differ += int((lowprec.quantize(x, fmt, axis=1).dequantize() != numbers).sum())
+    formats = "mxfp8, mxfp4 and nvfp4"
+    return f"{differ} of {3 * n * n:,} numbers in {formats} differ from their definition"
 
 
 def repeatable(n: int) -> str:
