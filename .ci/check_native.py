@@ -13,7 +13,7 @@ levels      no instruction of an instruction set is outside the files compiled f
 style       clang-format and clang-tidy
 wheels      the wheels of a release in dist/, by zig; the code for this machine gives the bits of the system compiler's
 
-Without a name: all but `threads` and `wheels`. A check whose program is missing prints a message and succeeds.
+Without a name: all but `threads`, `wheels` and `blas`. A check whose program is missing prints a message and succeeds.
 """
 
 from __future__ import annotations
