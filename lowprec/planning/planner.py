@@ -180,10 +180,7 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     else:
         dtypes = types_on_cpu(rules, capabilities)
     a, b = map(rounded_spec, (problem.a, problem.b), rules, dtypes)
-    scaled = replace(problem, out_dtype=out_dtype, has_alpha=True, is_scaled=True)
-    is_fast = isinstance(mode, Recipe) and mode.product in mode.fast_accum
-    if is_fast and capabilities.kernels[0].imitates:
-        scaled = replace(scaled, k_chunk=problem.k_chunk or max(layout.k, 1))
+    scaled = _of_scaled_numbers(checked, mode)
     rounded = replace(scaled, a=a, b=b)
     codes = in_codes(scaled, rules)
     if codes is not None and _multiplies_integers(codes, capabilities):
@@ -207,6 +204,15 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     if on_gpu and plan.flops:
         return _lowered(plan)
     return plan
+
+
+def _of_scaled_numbers(checked: _Checked, mode: Mode) -> GemmProblem:
+    """Return the product of numbers with scales; imitated tensor cores with ``fast_accum`` sum all of k at once."""
+    problem = replace(checked.problem, out_dtype=checked.out_dtype, has_alpha=True, is_scaled=True)
+    is_fast = isinstance(mode, Recipe) and mode.product in mode.fast_accum
+    if is_fast and checked.capabilities.kernels[0].imitates:
+        return replace(problem, k_chunk=problem.k_chunk or max(checked.layout.k, 1))
+    return problem
 
 
 def _layout_on_gpu(problem: GemmProblem, layout: GemmLayout, b_rule: Rule | None) -> GemmLayout:
