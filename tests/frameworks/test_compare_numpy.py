@@ -239,3 +239,12 @@ print(sum(x.calls for x in found.layers))
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "1201\n"
+
+
+def test_products_of_the_library_that_add_have_no_own_error():
+    """Their result is not compared with the former one, which is kept before the call."""
+    a = np.asfortranarray(draw(6, 6))
+    c = np.asfortranarray(draw(6, 6, seed=1))
+    found = lowprec.compare(lambda: routines.sgemm(1.5, a, a, 0.5, c), {"gemv": "bf16"})
+    (row,) = found.layers
+    assert (row.mode, row.own_error, row.underflow) == ("", None, 0.0)

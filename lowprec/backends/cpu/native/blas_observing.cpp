@@ -224,10 +224,12 @@ bool Observation::is_compared(const Product& p) {
     const lp_blas_observation& options = observer->options;
     if (!options.compares || p.number == options.reference) return false;
     if (!again && is_zero(p.beta) && p.routine != TRMM) again = (char*)memory.of(bytes);
+    bytes = 0;  // compared, so that the copy of a former result is not
     return again;
 }
 
 template <class T> void Observation::record(const Product& p, const void* caller) {
+    if (bytes) again = nullptr;
     using Real = typename Type<T>::Real;
     constexpr int PLANES = Type<T>::PLANES;
     const int64_t numbers = p.m * p.n * PLANES;
