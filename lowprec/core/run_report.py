@@ -134,7 +134,7 @@ class RunComparison(Report):
     def _erring(self) -> str:
         largest = [x for x in self.layers if x.own_error and math.isfinite(x.own_error)][:1]
         return "".join(
-            f"the largest own error is {percent(x.own_error)}, of {x.place}" for x in largest
+            f"the largest own error is {percent(x.own_error)}, of layer {x.place}" for x in largest
         )
 
     def tables(self) -> list[Table]:
