@@ -55,7 +55,7 @@ def test_the_spoiled_layer_is_named_first(torch, trained):
     assert sum(found.shares.values()) == pytest.approx(1)
     without = lowprec.compare(step(model, x, y), model.modes)
     assert without.layers[0][:2] == (model.spoiled, "forward")
-    assert f"of {model.spoiled} (forward)" in without.verdict
+    assert f"of layer {model.spoiled} (forward)" in without.verdict
 
 
 @pytest.mark.parametrize(

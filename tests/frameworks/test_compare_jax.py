@@ -38,7 +38,7 @@ def test_the_spoiled_layer_is_named_first():
     assert f"of that comes from {found.layers[0].layer}" in found.verdict
     assert 0.8 < sum(each.blame for each in found.layers) < 1.25
     alone = lowprec.compare(lambda: network(weights, x), "nvfp4")
-    assert f"of {found.layers[0].layer}" in alone.verdict
+    assert f"of layer {found.layers[0].layer}" in alone.verdict
     assert [each.share for each in found.layers] == [pytest.approx(1 / 3)] * 3
     assert all(each.mode == "nvfp4" for each in found.layers)
     assert not found.parting

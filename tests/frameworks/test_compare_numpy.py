@@ -73,7 +73,7 @@ def test_the_spoiled_function_is_named_first():
     assert not found.parting
     without = lowprec.compare(Fit(True).solve, "nvfp4")
     assert without.layers[0].layer == name
-    assert f"of {name}" in without.verdict
+    assert f"of layer {name}" in without.verdict
 
 
 def relative(x, y):
