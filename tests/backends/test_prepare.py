@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import numpy_products, products
+from lowprec.backends.cpu import library, numpy_products, products
 from lowprec.modes import available_modes
 from lowprec.planning import ReasonKind
 from lowprec.policy import environment
@@ -409,3 +409,20 @@ def test_a_product_that_cannot_be_split_keeps_nothing(rng, monkeypatch):
     assert prepared.packed_bytes == 0
     want = lowprec.matmul(a, b, math_mode="bf16x3")
     same(lowprec.matmul(a, prepared, math_mode="bf16x3"), want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+def test_16_bits_stay_16_bits(rng, machine, dtype, layout):
+    k, n = 450, 96
+    b = numbers(rng, dtype, k, n)
+    if layout == "columns":
+        b = np.asfortranarray(b)
+    if layout == "strided":
+        b = numbers(rng, dtype, 2 * k, 3 * n)[::2, ::3]
+    for m in (1, 8, 31, 60):
+        for element in ("float32", dtype):
+            prepared = check(numbers(rng, element, m, k), b, None)
+            # Whole blocks of 64 numbers along k.
+            is_kept_so = machine == "this machine" and library.library() is not None
+            assert not is_kept_so or prepared.packed_bytes <= 2 * (k + 63) * n

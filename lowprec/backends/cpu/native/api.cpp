@@ -148,6 +148,19 @@ void describe(Work& w, const lp_product& p, const lp_call& c) {
     w.pieces = {};
 }
 
+// A packed b of 16 bits is kept as it is by FP32 units, in the order of codes.
+void keep_16_bits(Work& w, const lp_product& p) {
+    const bool is_fp32 = p.unit == LP_FP32_AVX2 || p.unit == LP_FP32_AVX512 || p.unit == LP_FP32_NEON;
+    const bool is_16_bits = p.b.type == LP_BF16 || p.b.type == LP_F16;
+    if (!is_fp32 || !is_16_bits || p.scheme.parts_b || p.a.type == LP_C64) return;
+    w.b.type = p.b.type == LP_BF16 ? LP_CODES_BF16 : LP_CODES_F16;
+    w.b.block = w.k;
+    if (!p.b.packed) return;
+    w.b.is_stored = true;
+    w.b.k = 1;
+    w.b.lane_offsets = w.b.k_offsets = nullptr;
+}
+
 const int64_t PREFETCHED = 1 << 18;  // bytes of a matrix of a batch
 
 // The addresses of a product.
@@ -161,7 +174,7 @@ void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int6
     place_operand(w.is_transposed ? w.a : w.b, p.b, c.b);
     if (p.b.packed) {
         const char* const packed = (const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0);
-        if (is_coded(p.b.type)) w.b.at = packed;
+        if (is_coded(w.b.type)) w.b.at = packed;
         else w.packed_b = (const uint32_t*)packed;
     } else if (is_coded(p.b.type)) {
         const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0,
@@ -252,6 +265,7 @@ __attribute__((noinline)) int64_t bytes_of_packed(const lp_product& p, const Uni
     lp_call none = {};
     Work w;
     describe(w, p, none);
+    keep_16_bits(w, p);
     return unit.pack(w, nullptr);
 }
 
@@ -283,6 +297,7 @@ int32_t lp::gemm(const lp_product& p, const lp_call& c, int64_t piece, double al
     describe(w, p, c);
     w.pieces.length = piece;
     w.pieces.alpha = (float)alpha_of_pieces;
+    if (p.b.packed) keep_16_bits(w, p);
     orient(w, p.b.packed);
     if (p.batches > 1) return batch(p, c, w, unit, packed_bytes);
     place(w, p, c, 0, 0);
@@ -297,6 +312,7 @@ int64_t lp::pack(const lp_product& p, const lp_call& call, void* to) {
     for (int64_t i = 0; to && each > 0 && i < count; i++) {
         Work w;
         describe(w, p, call);
+        keep_16_bits(w, p);
         place(w, p, call, i, 0);
         unit.pack(w, (char*)to + i * each);
     }

@@ -57,13 +57,14 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         Acc acc[ROWS][V];
         UNROLLED(i, ROWS)
             UNROLLED(v, V) acc[i][v] = f.adds ? get<Acc>(f.y + i * f.ldy + at + v * W) : Acc{};
-        f32v scale[V], zero[V] = {};
+        f32v scale[V] = {}, zero[V] = {};
         [[maybe_unused]] NanLanes nan[V];
         const uint32_t* a = f.a;
         auto multiply = [&](const char* codes, int64_t k) __attribute__((always_inline)) {
             f32v x[V];
             UNROLLED(v, V) {
-                x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]) * scale[v];
+                x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]);
+                if (has_scales(TYPE)) x[v] *= scale[v];
             }
             UNROLLED(i, ROWS) {
                 const u32v dword = all(a[i * f.lda + k]);
@@ -73,7 +74,7 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         for (int64_t k = f.step; k < end;) {
             const int64_t number = k / block, stop = (number + 1) * block < end ? (number + 1) * block : end;
             UNROLLED(v, V) {
-                scale[v] = scale_of<TYPE>(row(v, strip.codes + number / C::SCALES), number);
+                if (has_scales(TYPE)) scale[v] = scale_of<TYPE>(row(v, strip.codes + number / C::SCALES), number);
                 if (TYPE == LP_CODES_U4) zero[v] = zero_of(row(v, strip.codes + strip.scales + number / 4), number);
             }
             for (; k < stop; k += PER, a += PER) {
@@ -94,7 +95,7 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
             UNROLLED(i, ROWS) put(f.y + i * f.ldy + at + v * W, IS_E4M3 ? (Acc)((u32v)acc[i][v] | lost) : acc[i][v]);
         }
     };
-    constexpr int V = W == 8 ? (ROWS > 2 ? 2 : 4) : (ROWS > 4 ? 2 : 4);
+    constexpr int FEW = W == 8 ? 2 : 4, V = ROWS > U::FEW ? 1 : (ROWS > FEW ? 2 : 4);
     int64_t at = 0;
     for (; at + V * W <= f.lanes; at += V * W) columns(at, Int<V>());
     for (; at < f.lanes; at += W) columns(at, Int<1>());

@@ -2,7 +2,7 @@
 //
 // The caller's codes are contiguous along k and are transposed as they are read. Stored codes are in strips of W
 // columns, each with rows of 4 * W bytes: of codes, then of scales, then of zeros. A row of 4-bit codes has a dword of
-// each column, eight numbers of k; one of 8-bit codes has four numbers of k, each of W columns. A row of scales has a
+// each column, eight numbers of k; one of 8-bit codes has four numbers of k, each of W columns, one of 16 bits two. A row of scales has a
 // dword of each column, one float32 or four of 8 bits, as zeros. The last strip repeats the last column.
 
 template <int TYPE> struct Coded {
@@ -23,6 +23,7 @@ struct Strip {
         const int64_t blocks = rounded_up(s.steps, s.block) / s.block, fours = rounded_up(blocks, 4) / 4;
         codes = rounded_up(s.steps, 32) * bits_of(s.type) / 32;
         scales = has_float_scales(s.type) ? blocks : fours;
+        if (!has_scales(s.type)) scales = 0;
         zeros = s.type == LP_CODES_U4 ? fours : 0;
     }
     int64_t bytes() const { return 4 * W * (codes + scales + zeros); }
@@ -105,9 +106,13 @@ template <int TYPE> struct Columns {
     }
 };
 
+// The element type of codes of 16 bits.
+constexpr int wide_of(int type) { return type == LP_CODES_BF16 ? LP_BF16 : LP_F16; }
+
 // The k-th numbers of W columns from rows of codes, without their scale.
 template <int TYPE, bool HAS_NAN = true> INLINE f32v number_of(const void* rows, int64_t k,
                                                                [[maybe_unused]] f32v zero) {
+    if constexpr (!has_scales(TYPE)) return widened<wide_of(TYPE)>((const char*)rows + k * 2 * W);
     if constexpr (bits_of(TYPE) == 8) {
         const char* const at = (const char*)rows + k * W;
         if constexpr (TYPE == LP_CODES_I8) return __builtin_convertvector(widen_i8<i32v>(at), f32v);
@@ -181,6 +186,11 @@ template <int TYPE, int ELEMENT> struct Decoder {
     // Writes `count` blocks, at most BLOCKS: W dwords of each slot, `width` apart.
     __attribute__((noinline)) void blocks(int64_t block, int64_t count, uint32_t* to, int64_t width) {
         const int64_t step = block * W * P, last = step + count * W * P;
+        if constexpr (!has_scales(TYPE)) {
+            const char* const at = columns.stored + step * 2 * W;
+            for (int64_t k = 0; k < last - step; k++) put(to + k * width, bits(number_of<TYPE>(at, k, f32v{})));
+            return;
+        }
         find_scales(step, last < columns.s.steps ? last : columns.s.steps);
         u32v rows[W];
         columns.codes(step, rows);
@@ -229,8 +239,27 @@ template <int TYPE, int ELEMENT> struct Decoder {
     }
 };
 
+// Writes the strip of W columns of 16 bits from `lane` on, from any strides.
+static void store_numbers(const Source& s, int64_t lane, char* to) {
+    const bool are_together = s.lane == 1 && !s.lane_offsets && lane + W <= s.lanes;
+    const Strip strip(s);
+    __builtin_memset(to, 0, (size_t)strip.bytes());
+    for (int64_t k = 0; k < s.steps; k++, to += 2 * W) {
+        const char* const from = s.at + 2 * s.k_offset(k);
+        if (are_together) {
+            __builtin_memcpy(to, from + 2 * lane, 2 * W);
+            continue;
+        }
+        for (int64_t i = 0; i < W; i++) {
+            const int64_t offset = s.lane_offset(lane + i < s.lanes ? lane + i : s.lanes - 1);
+            __builtin_memcpy(to + 2 * i, from + 2 * offset, 2);
+        }
+    }
+}
+
 // Writes the strip of W columns from `lane` on.
 template <int TYPE> static void store_strip(const Source& s, int64_t lane, char* to) {
+    if constexpr (!has_scales(TYPE)) return store_numbers(s, lane, to);
     const Columns<TYPE> columns(s, lane);
     u32v rows[W];
     auto write = [&](int64_t first, int64_t end) {

@@ -44,10 +44,11 @@ constexpr bool is_built(int unit) { return (int64_t)LP_BUILT >> unit & 1; }
 constexpr int bits_of(int type) {
     if (type == LP_C64) return 64;
     if (type == LP_F32 || type == LP_I32) return 32;
-    if (type == LP_BF16 || type == LP_F16) return 16;
+    if (type == LP_BF16 || type == LP_F16 || type >= LP_CODES_BF16) return 16;
     return type == LP_MXFP4 || type == LP_NVFP4 || type == LP_CODES_I4 || type == LP_CODES_U4 ? 4 : 8;
 }
 constexpr bool is_coded(int type) { return type >= LP_MXFP8; }
+constexpr bool has_scales(int type) { return type < LP_CODES_BF16; }  // of coded types
 constexpr bool has_float_scales(int type) { return type >= LP_CODES_E4M3; }
 constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale of 8 bits
 

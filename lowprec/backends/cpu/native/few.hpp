@@ -26,13 +26,15 @@ template <class U> struct Few {
     typedef Gemm<U> G;
     typedef void Rows(const FewRows&);
     static constexpr int M = U::FEW ? U::FEW : 1, MOST = 2 * M, P = G::P, N = G::N;
+    static constexpr int WIDE = P == 1 && W > 4 ? 2 * M : M;  // rows at once of many, by stored codes
     static constexpr int64_t SPAN_LANES = 64, SPAN = 8;  // lanes of b and blocks of k that are transposed at a time
 
     struct Job : G::Common {
         bool in_place, along_k;  // of b
         bool reads_a;            // where it is
         Rows *whole[2], *panels[2];  // for M rows, and for the last ones: where b is, and packed
-        int64_t columns, span, rows, lda, ldy, size;  // span: packed blocks; rows: in memory
+        int64_t at_once, rows;                 // rows of a kernel, and in memory
+        int64_t columns, span, lda, ldy, size;  // span: packed blocks
         explicit Job(lp::Work& work) : G::Common(work) {}
     };
     struct Thread {
@@ -44,7 +46,7 @@ template <class U> struct Few {
     static bool along_lanes(const lp::Work& p) { return p.b.lane == 1 && !p.b.lane_offsets && !is_coded(p.b.type); }
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
-        if (p.b.is_stored && P == 1) return p.m <= STORED_ROWS * M;
+        if (p.b.is_stored && P == 1) return p.m <= stored_rows(p.b.type);
         return p.m <= (along_lanes(p) || P == 4 ? MOST : M) && ((p.b.k == 1 && !p.b.k_offsets) || along_lanes(p));
     }
 
@@ -53,7 +55,8 @@ template <class U> struct Few {
         const lp::Work& p = j.p;
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = p.m;
         auto multiply = [&](Rows* const* rows, FewRows f) {
-            for (int64_t i = 0; i < m; i += M, f.a += M * j.lda, f.y += M * j.ldy) rows[m - i < M](f);
+            const int64_t r = j.at_once;
+            for (int64_t i = 0; i < m; i += r, f.a += r * j.lda, f.y += r * j.ldy) rows[m - i < r](f);
         };
         const bool has_long_rows = j.along_k || p.scales_b || (P < 4 && m * lanes > MOST_SUMS);
         const int group = has_long_rows ? (int)j.span * W : (P == 2 && m > 2 ? 8 : 4) / P;
@@ -119,11 +122,12 @@ template <class U> struct Few {
         t.part = t.sums + j.rows * j.ldy;
         t.panel = t.part + j.rows * j.ldy;
         t.extrema = (Extrema*)(t.panel + j.columns * j.span * W);
-        const int64_t strip = G::least(j.rows, M);
+        const int64_t strip = G::least(j.rows, j.at_once);
         if (j.reads_a) t.a = (uint32_t*)p.a.at;
         else j.pack_a(p.a, Layout{true, strip, j.lda, W, 0}, 0, j.rows / strip, 0, j.blocks, t.a, strip * j.lda);
         for (int row = 0; U::ELEMENT == E_U8 && row < p.m; row++)
-            for (int64_t q = 0; q < 4 * j.lda; q++) t.offsets[row] += 128 * ((const int8_t*)(t.a + row * j.lda))[q];
+            for (int64_t q = 0; q < 4 * W * j.blocks; q++)
+                t.offsets[row] += 128 * ((const int8_t*)(t.a + row * j.lda))[q];
         for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;)
             task(j, t, i * j.columns, G::least(p.n - i * j.columns, j.columns));
     }
@@ -134,13 +138,14 @@ template <class U> struct Few {
     // The rows of the kernel for m of them.
     static int rows_at_once(int64_t m) {
         if (m <= 2) return (int)m;
-        return m <= 4 ? 4 : M;
+        if (m <= 4) return 4;
+        return m <= M ? M : WIDE;
     }
     template <int ROWS, int TYPE, int FORMAT> static Rows* rows_along(Access access) {
         if constexpr (is_coded(TYPE)) {
             if constexpr (U::ELEMENT == E_F32)
                 if (access == STORED) return few_rows_of_stored<U, ROWS, TYPE>;
-            return few_rows_of_codes<U, ROWS, TYPE>;
+            if constexpr (ROWS <= M) return few_rows_of_codes<U, ROWS, TYPE>;
         } else if (access == ALONG_LANES) {
             return few_rows<U, ROWS, TYPE, FORMAT>;
         } else if constexpr (U::ELEMENT >= E_I16 && TYPE != PANEL) {
@@ -153,6 +158,8 @@ template <class U> struct Few {
     template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m, Access access) {
         const int rows = rows_at_once(m);
         if (rows <= 2) return rows == 1 ? rows_along<1, TYPE, FORMAT>(access) : rows_along<2, TYPE, FORMAT>(access);
+        if constexpr (WIDE > M && (is_coded(TYPE) || TYPE == PANEL))
+            if (rows > M) return rows_along<WIDE, TYPE, FORMAT>(access);
         return rows == 4 ? rows_along<4, TYPE, FORMAT>(access) : rows_along<M, TYPE, FORMAT>(access);
     }
     template <int... I>
@@ -164,6 +171,14 @@ template <class U> struct Few {
         };
         (find(Int<LP_MXFP8 + I>()), ...);
         return found;
+    }
+
+    // The rows of a kernel: those of stored codes decode them once for twice as many, if few of these are idle.
+    static int64_t at_once(const lp::Work& p) {
+        const int64_t last = p.m % WIDE;
+        const bool fill = p.m > M && (last == 0 || last > M + M / 2);
+        const bool gains = p.b.is_stored && P == 1 && (W == 16 || bits_of(p.b.type) == 4);
+        return gains && fill ? WIDE : M;
     }
 
     // Whether the kernels read a where it is, of float32 rows.
@@ -189,10 +204,11 @@ template <class U> struct Few {
     static __attribute__((noinline)) int32_t gemm(lp::Work& p) {
         Job j(p);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
-        const int64_t strips = G::ceil(p.m, M);
-        j.rows = strips > 1 ? strips * M : rows_at_once(p.m);
+        j.at_once = at_once(p);
+        const int64_t strips = G::ceil(p.m, j.at_once);
+        j.rows = strips > 1 ? strips * j.at_once : rows_at_once(p.m);
         for (int i = 0; i < 2; i++) {
-            const int64_t rows = i ? p.m - (strips - 1) * M : M;
+            const int64_t rows = i ? p.m - (strips - 1) * j.at_once : j.at_once;
             j.whole[i] = in_place_for(p, rows);
             j.panels[i] = rows_for<PANEL, LP_EXACT>(rows, ALONG_LANES);
         }
@@ -210,7 +226,7 @@ template <class U> struct Few {
         j.columns = G::ceil(G::ceil(p.n, pieces), unit) * unit;
         j.tasks = G::ceil(p.n, j.columns);
         j.reads_a = reads_a(p, j.rows);
-        j.lda = j.reads_a ? p.a.lane : j.blocks * W;
+        j.lda = j.reads_a ? p.a.lane : j.blocks * W + 16;  // rows a power of two apart share places of a cache
         j.ldy = j.columns + N;
         const int64_t rows_dwords = j.rows * ((j.reads_a ? 0 : j.lda) + 2 * j.ldy);
         j.memory_each = G::ceil(rows_dwords + j.columns * (j.span * W + 2), 1024) * 1024;

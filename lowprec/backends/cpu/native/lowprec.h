@@ -15,12 +15,14 @@
 // clang-format off
 // Element types. From LP_MXFP8 on they are codes with a scale per block along k, which b may have: `data` is uint8,
 // contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns. Blocks of
-// the last four have any length and float32 scales, those of LP_CODES_U4 also the code of zero; FP32 units decode them.
+// the next four have any length and float32 scales, those of LP_CODES_U4 also the code of zero; FP32 units decode them.
 // If a has codes, too (LP_MXFP4, LP_NVFP4, or LP_CODES_I8, by codes of 8 bits without -128), int8 units multiply both
-// as integers.
+// as integers. The last two are what FP32 units make of a packed b of LP_BF16 or LP_F16, without scales; no operand
+// of a call has them.
 enum lp_type {
     LP_F32, LP_BF16, LP_F16, LP_E4M3, LP_E5M2, LP_I8, LP_I32, LP_C64, LP_MXFP8, LP_MXFP4, LP_NVFP4,
-    LP_CODES_E4M3, LP_CODES_I8, LP_CODES_I4, LP_CODES_U4, LP_TYPES
+    LP_CODES_E4M3, LP_CODES_I8, LP_CODES_I4, LP_CODES_U4,
+    LP_CODES_BF16, LP_CODES_F16, LP_TYPES
 };
 
 // Formats to which each part of an operand is rounded, to nearest even (TF32: ties away from zero).

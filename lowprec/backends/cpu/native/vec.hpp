@@ -20,6 +20,7 @@ template <class F, class V> static inline F e2m1(V codes);  // if W is 8 or 16
 using lp::bits_of;
 using lp::block_of;
 using lp::has_float_scales;
+using lp::has_scales;
 using lp::is_coded;
 
 template <int I> using Int = std::integral_constant<int, I>;
