@@ -39,6 +39,7 @@ template <class U, int ROWS> static void micro(const MicroTile& tile) {
     const float factor = tile.factor;
     const int write = tile.write;
     const int32_t* const sums = tile.sums;
+    const float *const row_scales = tile.row_scales, *const column_scales = tile.column_scales;
     void* const c = tile.c;
     const char* next = tile.next;
     int64_t dwords = tile.dwords;
@@ -48,7 +49,8 @@ template <class U, int ROWS> static void micro(const MicroTile& tile) {
     Acc acc[ROWS][N];
     UNROLLED(i, ROWS)
         UNROLLED(j, N) acc[i][j] = Acc{};
-    for (int i = 0; write != STREAMS && i < ROWS; i++)
+    const bool prefetches = write != STREAMS && !(row_scales && write == ADDS);
+    for (int i = 0; prefetches && i < ROWS; i++)
         for (int j = 0; j < N * W; j += 16) __builtin_prefetch((char*)c + 4 * (i * ldc + j), 1);
     auto step = [&](int d) __attribute__((always_inline)) {
         u32v row[N];
@@ -64,17 +66,30 @@ template <class U, int ROWS> static void micro(const MicroTile& tile) {
         _Pragma("GCC unroll 2") for (int d = 0; d < W; d++) step(d);
     }
     for (int d = 0; d < dwords; d++) step(d);
+    if constexpr (__is_same(Acc, f32v)) {
+        if (row_scales) {
+            UNROLLED(j, N) {
+                const f32v of_columns = get<f32v>(column_scales + j * W);
+                UNROLLED(i, ROWS) acc[i][j] *= of_columns * row_scales[i];
+            }
+            if (factor != 1)
+                UNROLLED(i, ROWS)
+                    UNROLLED(j, N) acc[i][j] *= factor;
+            UNROLLED(i, ROWS)
+                UNROLLED(j, N) {
+                    float* const at = (float*)c + i * ldc + j * W;
+                    put(at, acc[i][j] + (write == ADDS ? get<f32v>(at) : f32v{}));  // + 0, as of a sum from zero
+                }
+            return;
+        }
+    }
     UNROLLED(i, ROWS)
         UNROLLED(j, N) {
             char* at = (char*)c + 4 * (i * ldc + j * W);
             if constexpr (OFFSET) {
                 if (sums) acc[i][j] = plus(acc[i][j], (Acc)(0 - get<u32v>(sums + j * W)));
             }
-            if constexpr (__is_same(Acc, f32v)) {
-                if (tile.row_scales) acc[i][j] *= get<f32v>(tile.column_scales + j * W) * tile.row_scales[i];
-                acc[i][j] *= factor;
-                if (tile.row_scales && write == SETS) acc[i][j] += f32v{};  // +0, as of a sum that begins with 0
-            }
+            if constexpr (__is_same(Acc, f32v)) acc[i][j] *= factor;
             if (write == ADDS) acc[i][j] = plus(acc[i][j], get<Acc>(at));
             if (write == STREAMS) stream(at, acc[i][j]);
             else put(at, acc[i][j]);
