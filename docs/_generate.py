@@ -16,6 +16,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
@@ -27,6 +29,7 @@ import generated
 import torch_matrix
 from generated import table
 
+import lowprec
 from lowprec import errors, modes
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import formats_of
@@ -35,10 +38,12 @@ from lowprec.formats import BLOCK_FORMATS, GROUPS, WHOLE, BlockFormat
 from lowprec.planning import Activation, Bound, Capabilities
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
+from lowprec.planning.lowering.scale_modes import fp4_units_multiply, scale_modes
 from lowprec.planning.plan import compute_words
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
+from lowprec.recipes import FORMATS
 
 
 def _code(text: str | None) -> str:
@@ -70,9 +75,29 @@ def _gpu_words(row: modes.ModeRow) -> str:
     if row.mode is modes.MathMode.FP32_EMULATED:
         return "-"
     words = compute_words(row.compute_type, row.data)
+    if narrow := _narrow_units(row):
+        return f"COMPUTE_32F on {narrow}, else on {row.data} data"
     if row.emulation is None:
         return words
     return f"{words}; {row.emulation} on some GPUs"
+
+
+def _narrow_units(row: modes.ModeRow) -> str:
+    """Return the codes that tensor cores multiply, and their compute capabilities; empty if there are none."""
+    rules = FORMATS.get(row.mode.value)
+    if rules is None:
+        return ""
+    layout = lowprec.plan(*np.ones((2, 128, 128), np.float32), math_mode=row.mode).layout
+    generations = ((8, 9), (9, 0), (10, 0))
+    of_fp8 = [each for each in generations if scale_modes(rules, layout, each) is not None]
+    of_fp4 = [each for each in generations if fp4_units_multiply(rules, layout, each)]
+    if not of_fp8 + of_fp4:
+        return ""
+    first = min(of_fp8 + of_fp4)
+    since = "{}.{}".format(*first)
+    if generations[-1] in of_fp8 + of_fp4:
+        since += " and later"
+    return f"{'FP4' if of_fp4 else 'FP8'} data on compute capability {since}"
 
 
 def alias_table() -> str:
