@@ -16,7 +16,7 @@ from lowprec.errors import BackendError
 SLACK = 16
 
 
-class Lines(NamedTuple):
+class DescribedLines(NamedTuple):
     """The offsets of lines and terms, with the description for the library that has their addresses."""
 
     description: Any
@@ -33,7 +33,9 @@ def offsets(dimensions: Iterable[tuple[int, int]]) -> Any:
     return library.offsets(dimensions)
 
 
-def lines_of(width: int, x_step: int, across: bool = False, dots: int = 0, **given: Any) -> Lines:
+def lines_of(
+    width: int, x_step: int, across: bool = False, dots: int = 0, **given: Any
+) -> DescribedLines:
     """Describe lines by arrays of offsets, named as in ``lp_lines``."""
     found = library.Lines(width=width, x_step=x_step, across=across, dots=dots)
     kept = []
@@ -43,16 +45,16 @@ def lines_of(width: int, x_step: int, across: bool = False, dots: int = 0, **giv
         setattr(found, name, data_pointer(array))
     found.lines = len(given["out_lines"])
     found.terms = len(given["x_terms"])
-    return Lines(found, kept)
+    return DescribedLines(found, kept)
 
 
-def sum_lines(lines: Lines, x: int, w: int, bias: int, out: int) -> None:
+def sum_lines(lines: DescribedLines, x: int, w: int, bias: int, out: int) -> None:
     """Compute ``out[line] = bias + sum(x[line + term] * w[line + term])`` from addresses of float32 numbers."""
     call = library.functions().sum_lines
     _check(call(ctypes.byref(lines.description), x, w, bias, out, threads.num_threads()))
 
 
-def dot_lines(lines: Lines, x: int, y: int, out: int) -> None:
+def dot_lines(lines: DescribedLines, x: int, y: int, out: int) -> None:
     """Compute ``out[dot, term]``, the sum of ``x[dot + line + term] . y[dot + line]`` over lines."""
     call = library.functions().dot_lines
     _check(call(ctypes.byref(lines.description), x, y, out, threads.num_threads()))

@@ -12,7 +12,7 @@ from lowprec.core.interception_report import PassedBy, Statistics
 from lowprec.modes import Recipe, ResolvedMode, row
 from lowprec.torch.accounting import REFUSALS, Found, count, reason_against, resolve, thread
 from lowprec.torch.aten import Kernel
-from lowprec.torch.convolution_shapes import Arguments, Convolution
+from lowprec.torch.convolution_shapes import Convolution, ConvolutionArguments
 from lowprec.torch.convolutions import Products
 from lowprec.torch.direct_convolutions import DirectProducts, suits
 from lowprec.torch.layer_names import NAMES, Part
@@ -24,7 +24,7 @@ from lowprec.torch.statistics import operand_statistics
 _NAME = "convolution"
 
 
-class _Product(NamedTuple):
+class _ConvolutionProduct(NamedTuple):
     """One of the three products of a convolution."""
 
     part: Part
@@ -67,7 +67,7 @@ def _by_torch(own: Function, keyset: Any, *args: Any) -> Any:
 
 
 def _layout(
-    given: Arguments, x: Tensor, weight: Tensor, others: list[Tensor | None], bias: Any
+    given: ConvolutionArguments, x: Tensor, weight: Tensor, others: list[Tensor | None], bias: Any
 ) -> _Layout | None:
     """Return the convolution of these tensors; None where PyTorch computes it or raises its error."""
     for each in (weight, *others):
@@ -83,7 +83,7 @@ def _layout(
 
 def _forward(found: Found, own: Function, args: Any, records: bool) -> Tensor:
     x, weight, bias, *rest = args
-    given = Arguments(*rest[:6])
+    given = ConvolutionArguments(*rest[:6])
     layout = _layout(given, x, weight, [bias], bias)
     outputs = 0
     if layout is not None:
@@ -102,7 +102,7 @@ def _forward(found: Found, own: Function, args: Any, records: bool) -> Tensor:
             return products.operands(None, x, weight)
         return products.operands(x, None, weight)
 
-    product = _Product(
+    product = _ConvolutionProduct(
         NAMES.of_convolution(x, weight),
         [x, weight],
         layout.shape.multiplications(len(x)),
@@ -119,7 +119,7 @@ def _forward(found: Found, own: Function, args: Any, records: bool) -> Tensor:
 
 def _gradients(found: Found, own: Function, args: Any, records: bool) -> Any:
     gradient, x, weight, _, *rest, wanted = args
-    given = Arguments(*rest)
+    given = ConvolutionArguments(*rest)
     layout = _layout(given, x, weight, [gradient], None)
     if layout is None or tuple(gradient.shape) != _result_shape(given, layout.shape, x):
         return own(*args)
@@ -146,7 +146,7 @@ def _gradients(found: Found, own: Function, args: Any, records: bool) -> Any:
     return tuple(results)
 
 
-def _result_shape(given: Arguments, shape: Convolution, x: Tensor) -> tuple[int, ...]:
+def _result_shape(given: ConvolutionArguments, shape: Convolution, x: Tensor) -> tuple[int, ...]:
     if given.transposed:
         return len(x), shape.groups * shape.channels, *shape.images
     return len(x), shape.groups * shape.filters, *shape.results
@@ -160,8 +160,13 @@ def _exact(own: Function, args: Any, i: int) -> Tensor:
 
 
 def _of_input(
-    given: Arguments, layout: _Layout, gradient: Tensor, x: Tensor, weight: Tensor, exact: Any
-) -> _Product:
+    given: ConvolutionArguments,
+    layout: _Layout,
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    exact: Any,
+) -> _ConvolutionProduct:
     def compute(products: Products, _: bool) -> Tensor:
         if given.transposed:
             return products.forward(gradient, weight, None)
@@ -174,16 +179,21 @@ def _of_input(
 
     part = Part(NAMES.of_any([weight]), "grad_input", 1)
     count = layout.shape.multiplications(len(x))
-    return _Product(part, [gradient, weight], count, compute, operands, exact)
+    return _ConvolutionProduct(part, [gradient, weight], count, compute, operands, exact)
 
 
 def _of_weight(
-    given: Arguments, layout: _Layout, gradient: Tensor, x: Tensor, weight: Tensor, exact: Any
-) -> _Product:
+    given: ConvolutionArguments,
+    layout: _Layout,
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    exact: Any,
+) -> _ConvolutionProduct:
     images, results = (gradient, x) if given.transposed else (x, gradient)
     layer = NAMES.of_any([weight])
     part = Part(layer, "grad_weight", 0 if given.transposed else 1)
-    return _Product(
+    return _ConvolutionProduct(
         part,
         [x, gradient],
         layout.shape.multiplications(len(x)),
@@ -193,7 +203,7 @@ def _of_weight(
     )
 
 
-def _computed(found: Found, product: _Product, layout: _Layout, records: bool) -> Any:
+def _computed(found: Found, product: _ConvolutionProduct, layout: _Layout, records: bool) -> Any:
     """Return a product in the mode of its layer, and a function that counts what PyTorch computes instead of it."""
     scope, context = found
     part = product.part
@@ -241,7 +251,7 @@ def _computed(found: Found, product: _Product, layout: _Layout, records: bool) -
 
 
 def _in_reference(
-    scope: Any, product: _Product, layout: _Layout, resolved: ResolvedMode, context: Any
+    scope: Any, product: _ConvolutionProduct, layout: _Layout, resolved: ResolvedMode, context: Any
 ) -> Tensor | None:
     """Return the product in the reference of a comparison."""
     if scope.recorder is None or scope.recorder.reference is None:
@@ -252,14 +262,14 @@ def _in_reference(
     return product.compute(_products(product, layout, reference), False)
 
 
-def _products(product: _Product, layout: _Layout, resolved: ResolvedMode) -> Products:
+def _products(product: _ConvolutionProduct, layout: _Layout, resolved: ResolvedMode) -> Products:
     kind = Products
     if suits(layout.shape, resolved.mode, product.tensors[0].dtype):
         kind = DirectProducts
     return kind(*layout, resolved)
 
 
-def _measured(product: _Product, products: Products, result: Tensor) -> Statistics:
+def _measured(product: _ConvolutionProduct, products: Products, result: Tensor) -> Statistics:
     """Return the statistics of the operands of the first chunk, and the error of the whole product."""
     exact = product.exact()
     error = 0.0
@@ -270,7 +280,7 @@ def _measured(product: _Product, products: Products, result: Tensor) -> Statisti
 
 
 def _count(
-    scope: Any, product: _Product, mode: str, reason: Any, detail: str, records: bool, statistics: Any,
+    scope: Any, product: _ConvolutionProduct, mode: str, reason: Any, detail: str, records: bool, statistics: Any,
     result: Any, again: Tensor | None = None, products: Products | None = None,
 ) -> None:  # fmt: skip
     matrices = None

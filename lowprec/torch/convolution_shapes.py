@@ -69,7 +69,7 @@ class Convolution(NamedTuple):
         return images.as_strided(sizes, strides, images.storage_offset() + first * of_result[0])
 
 
-class Arguments(NamedTuple):
+class ConvolutionArguments(NamedTuple):
     """The arguments of ``aten::convolution`` after the tensors."""
 
     stride: Any

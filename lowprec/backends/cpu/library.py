@@ -103,7 +103,7 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
-class TensorCore(ctypes.Structure):
+class TensorCoreModel(ctypes.Structure):
     """``lp_tensor_core``."""
 
     _fields_ = (

@@ -34,7 +34,7 @@ def _accumulate(a: Any, b: Any, c: Any, model: Accumulation) -> None:
     functions, status = library.library(), library.UNSUPPORTED
     if functions is not None:
         a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
-        core = library.TensorCore(*model[1:-1])
+        core = library.TensorCoreModel(*model[1:-1])
         status = functions.emulate(
             data_pointer(a), data_pointer(b), data_pointer(c), *c.shape, a.shape[-1],
             ctypes.addressof(core), threads.num_threads(),
