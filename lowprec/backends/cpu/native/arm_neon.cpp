@@ -9,6 +9,7 @@ namespace {
 #include "unscale.hpp"
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
+#include "convolution.hpp"
 
 struct Fp32 : Lanes4 {
     typedef f32v Acc;
@@ -19,8 +20,16 @@ struct Fp32 : Lanes4 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_neon = {
-    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part, multiply_part, round_numbers};
+extern const Lanewise lanewise_neon = {W,
+                                       emulate_block,
+                                       unscale_some,
+                                       largest_magnitude,
+                                       raise_vector_peaks,
+                                       quantize_part,
+                                       multiply_part,
+                                       round_numbers,
+                                       sum_line,
+                                       dot_rows};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

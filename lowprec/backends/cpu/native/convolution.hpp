@@ -1,7 +1,7 @@
 // Sums of shifted lines for convolutions of few channels a group, which multiply each element by few numbers.
 //
-// Included once per instruction set, inside its namespace. Vectors have 16 lanes everywhere, and products and sums are
-// rounded separately: an element of a sum has the same bits at any place and on any processor, and so has a dot product.
+// Vectors have 16 lanes everywhere, and products and sums are rounded
+// separately: an element of a sum has the same bits at any place and on any processor, and so has a dot product.
 // Vectors may be read up to 15 steps beyond the width of a line.
 
 const int LANES = 16, AT_ONCE = 4;
@@ -19,7 +19,7 @@ static inline __attribute__((always_inline)) lanes load(const float* at, int64_t
 
 // VECTORS vectors of a line from column j on.
 template <int VECTORS, bool ACROSS>
-static inline __attribute__((always_inline)) void sum_vectors(const lp_lines& l, const lp_line& at, int64_t j,
+static inline __attribute__((always_inline)) void sum_vectors(const lp_lines& l, const lp::Line& at, int64_t j,
                                                               int64_t x_step) {
     lanes sums[VECTORS] = {};
     const float *const x = at.x + j * x_step, *const w = at.w + (ACROSS ? j : 0);
@@ -38,14 +38,14 @@ static inline __attribute__((always_inline)) void sum_vectors(const lp_lines& l,
 }
 
 template <bool ACROSS>
-static inline __attribute__((always_inline)) void sum_line_of(const lp_lines& l, const lp_line& at, int64_t x_step) {
+static inline __attribute__((always_inline)) void sum_line_of(const lp_lines& l, const lp::Line& at, int64_t x_step) {
     int64_t j = 0;
     for (; l.width - j > LANES * (AT_ONCE - 1); j += LANES * AT_ONCE) sum_vectors<AT_ONCE, ACROSS>(l, at, j, x_step);
     for (; l.width - j > LANES; j += LANES * 2) sum_vectors<2, ACROSS>(l, at, j, x_step);
     if (j < l.width) sum_vectors<1, ACROSS>(l, at, j, x_step);
 }
 
-static void sum_line(const lp_lines& l, const lp_line& at) {
+static void sum_line(const lp_lines& l, const lp::Line& at) {
     if (l.across) return sum_line_of<true>(l, at, 1);
     if (l.x_step == 1) return sum_line_of<false>(l, at, 1);
     if (l.x_step == 2) return sum_line_of<false>(l, at, 2);

@@ -150,7 +150,7 @@ template <class U> struct Gemm {
         bool direct, plain, streams;  // sums are kept in the result, and final
         uint32_t* packed;
         int64_t first_n = 0, range_n;  // strips of b that are packed at once, and the first of them
-        int64_t a_at, acc_at, tile;  // dwords
+        int64_t a_at, acc_at, scales_at, tile;  // dwords
         int64_t pack_tasks, pack_strips, packed_strips;
         alignas(64) std::atomic<int64_t> next_pack{0}, done_pack{0};
         explicit Job(lp::Work& work) : Common(work) {}
@@ -239,9 +239,9 @@ template <class U> struct Gemm {
             else if (OFFSET && !k0) sums = (const int32_t*)(strip + j.strip_b - sums_dwords());
             const int columns = (int)least(p.n - n * N, N);
             const char* next = (const char*)(b + j.strip_b);
-            alignas(64) float column_scales[MOST_PIECES][N];  // of the strip in the pieces of the chunk
+            float* const column_scales = (float*)(memory + j.scales_at);  // of the strip in the pieces of the chunk
             for (int64_t k = k0; k < k1 && j.piece; k += j.piece) {
-                float* const of_strip = column_scales[(k - k0) / j.piece];
+                float* const of_strip = column_scales + (k - k0) / j.piece * N;
                 for (int i = 0; i < N; i++) of_strip[i] = 1;
                 const float* const from = p.pieces.columns;
                 if (!from) continue;
@@ -265,7 +265,7 @@ template <class U> struct Gemm {
                     const int64_t end = least(k + j.piece, k1), rest = p.k - (end - 1) * BLOCK, piece = k / j.piece;
                     const float* const of_rows =
                         p.pieces.rows ? p.pieces.rows + piece * p.pieces.row_step + m * M : ONES.at;
-                    const float* const of_columns = column_scales[(k - k0) / j.piece];
+                    const float* const of_columns = column_scales + (k - k0) / j.piece * N;
                     const int64_t dwords = (end - k - 1) * W + least(rest, W);
                     MicroTile t{a + (k - k0) * M * W, b + (k - k0) * N * W, M * W, N * W, dwords, c, ldc};
                     t.factor = p.pieces.alpha;
@@ -305,7 +305,7 @@ template <class U> struct Gemm {
         int rows, columns;
     };
     // Adds the sums over a piece of k, times their scales, to a tile of C, after a micro-kernel without scales.
-    static void add_piece(Micro* multiply, MicroTile t, int rows) {
+    static __attribute__((noinline)) void add_piece(Micro* multiply, MicroTile t, int rows) {
         if constexpr (FLOATS) {
             alignas(64) float sums[M * N];
             char* const c = (char*)t.c;
@@ -426,7 +426,8 @@ template <class U> struct Gemm {
         j.at_once = mostly_writes ? 1 : j.task_m;
         j.tile = (int64_t)p.planes * M * N;
         bool one_chunk = j.chunk >= j.blocks;
-        j.memory_each = ceil(j.acc_at + (one_chunk ? 1 : j.task_m * j.task_n) * j.tile, 1024) * 1024;
+        j.scales_at = j.acc_at + (one_chunk ? 1 : j.task_m * j.task_n) * j.tile;
+        j.memory_each = ceil(j.scales_at + (j.piece ? MOST_PIECES * N : 0), 1024) * 1024;
     }
 
     // Exponents of lanes, and the two factors of each: a single one may exceed float32.

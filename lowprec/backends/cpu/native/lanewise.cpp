@@ -19,20 +19,6 @@ const int64_t VECTOR_TO_SHARE = 1 << 17;  // numbers of a matrix
 const int64_t PIECE = 1 << 18;                                           // elements of an array
 const int64_t ELEMENTS_TO_SHARE = 1 << 20, PRODUCTS_TO_SHARE = 1 << 18;  // from which several threads are faster
 
-// Of this processor; null if there is none.
-const lp::Lanewise* found() {
-    const int64_t units = lp_units();
-#if defined(__x86_64__)
-    if constexpr (lp::is_built(LP_FP32_AVX512))
-        if (units >> LP_FP32_AVX512 & 1) return &lp::lanewise_avx512;
-    if constexpr (lp::is_built(LP_FP32_AVX2))
-        if (units >> LP_FP32_AVX2 & 1) return &lp::lanewise_avx2;
-    return nullptr;
-#else
-    return units >> LP_FP32_NEON & 1 ? &lp::lanewise_neon : nullptr;
-#endif
-}
-
 const int64_t MOST_STRIPE = 8192, PART = 1 << 15, QUANTIZED_TO_SHARE = 1 << 16;  // elements
 
 int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -114,11 +100,24 @@ template <class Each> bool by_parts(const lp::Quantization& j, Extents each_part
 
 }  // namespace
 
+const lp::Lanewise* lp::lanewise() {
+    const int64_t units = lp_units();
+#if defined(__x86_64__)
+    if constexpr (lp::is_built(LP_FP32_AVX512))
+        if (units >> LP_FP32_AVX512 & 1) return &lp::lanewise_avx512;
+    if constexpr (lp::is_built(LP_FP32_AVX2))
+        if (units >> LP_FP32_AVX2 & 1) return &lp::lanewise_avx2;
+    return nullptr;
+#else
+    return units >> LP_FP32_NEON & 1 ? &lp::lanewise_neon : nullptr;
+#endif
+}
+
 const float LARGEST[] = {448, 57344, 6 * 448};  // by `elements`, for one scale of all; of E2M1 with scales of E4M3
 
 LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void* scales, float* scale,
                            int32_t threads) {
-    const lp::Lanewise* functions = found();
+    const lp::Lanewise* functions = lp::lanewise();
     if (!functions) return LP_UNSUPPORTED;
     const lp::Arithmetic standard;  // the caller's thread may flush subnormal numbers
     lp::Quantization j = describe(*q, x, to, scales);
@@ -154,7 +153,7 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core* core, int32_t threads) {
     const lp::Arithmetic standard;
-    const lp::Lanewise* functions = found();
+    const lp::Lanewise* functions = lp::lanewise();
     const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;
     if (!functions || !is_exact) return LP_UNSUPPORTED;
     const lp::Emulation job = {a, b, c, m, n, k, *core};
@@ -169,7 +168,7 @@ LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, i
 
 LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads) {
     const lp::Arithmetic standard;
-    const lp::Lanewise* functions = found();
+    const lp::Lanewise* functions = lp::lanewise();
     if (!functions) return -1;
     int64_t elements = 0, pieces = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -189,7 +188,7 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
 
 bool lp::multiply_vector(const MatrixVector& p, int threads) {
     const Arithmetic standard;
-    const Lanewise* functions = found();
+    const Lanewise* functions = lp::lanewise();
     if (!functions) return false;
     auto multiply_part = functions->multiply;
 #if defined(__x86_64__)
@@ -211,7 +210,7 @@ bool lp::multiply_vector(const MatrixVector& p, int threads) {
 bool lp::round_rows(const void* from, bool is_wide, float* to, int64_t rows, int64_t columns, int64_t ld, int format,
                     int threads) {
     const Arithmetic standard;
-    const Lanewise* functions = found();
+    const Lanewise* functions = lp::lanewise();
     if (!functions) return false;
     const int64_t bytes = is_wide ? sizeof(double) : sizeof(float);
     const bool is_shared = threads > 1 && rows * columns >= ELEMENTS_TO_SHARE;

@@ -45,6 +45,12 @@ struct MatrixVector {
     int32_t format;  // to which numbers of a are rounded: LP_EXACT, LP_TO_TF32 or LP_TO_BF16
 };
 
+// A line of lp_lines; bias is null if there is none.
+struct Line {
+    const float *x, *w, *bias;
+    float* out;
+};
+
 struct Lanewise {
     int lanes;
     void (*emulate)(const Emulation&, int64_t row, int64_t column);  // a block of the result
@@ -54,7 +60,11 @@ struct Lanewise {
     void (*quantize)(const Quantization&, const Part&, void* memory);
     void (*multiply)(const MatrixVector&, int64_t first, int64_t end);  // a part of the sums
     void (*round)(const void* from, bool is_wide, float* to, int64_t count, int format);
+    void (*sum_line)(const lp_lines&, const Line&);
+    void (*dot_rows)(const lp_lines&, const float* y, const float* x, float* out);
 };
+
+const Lanewise* lanewise();  // of this processor; null if there is none
 
 // False if this processor has no unit.
 bool multiply_vector(const MatrixVector&, int threads);

@@ -11,6 +11,7 @@ namespace {
 #include "unscale.hpp"
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
+#include "convolution.hpp"
 
 struct Fp32 : Lanes8 {
     typedef f32v Acc;
@@ -25,8 +26,16 @@ struct Int8 : Lanes8 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx2 = {
-    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part, multiply_part, round_numbers};
+extern const Lanewise lanewise_avx2 = {W,
+                                       emulate_block,
+                                       unscale_some,
+                                       largest_magnitude,
+                                       raise_vector_peaks,
+                                       quantize_part,
+                                       multiply_part,
+                                       round_numbers,
+                                       sum_line,
+                                       dot_rows};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }
 }  // namespace lp

@@ -10,6 +10,7 @@ namespace {
 #include "unscale.hpp"
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
+#include "convolution.hpp"
 
 struct Fp32 : Lanes16 {
     typedef f32v Acc;
@@ -18,8 +19,16 @@ struct Fp32 : Lanes16 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx512 = {
-    W, emulate_block, unscale_some, largest_magnitude, raise_vector_peaks, quantize_part, multiply_part, round_numbers};
+extern const Lanewise lanewise_avx512 = {W,
+                                         emulate_block,
+                                         unscale_some,
+                                         largest_magnitude,
+                                         raise_vector_peaks,
+                                         quantize_part,
+                                         multiply_part,
+                                         round_numbers,
+                                         sum_line,
+                                         dot_rows};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
 TARGET_END
