@@ -65,12 +65,12 @@ def test_errors_equal_a_computation_by_hand():
 def test_underflow_is_that_of_the_first_vectors():
     """A part of the 2**17 numbers of an operand is measured, that of its first rows or columns."""
     jnp = jax.numpy
-    b = (
-        jnp.ones((256, 512), "float32").at[::16].set(1000)
-    )  # of each block of 16 the others are lost
-    found = lowprec.compare(lambda: jnp.ones((2, 4, 256), "float32") @ b, "nvfp4")
+    a = jnp.ones((2, 4, 256), "float32")
+    # Of each block of 16 the others are lost.
+    b = jnp.ones((256, 512), "float32").at[::16].set(1000)
+    found = lowprec.compare(lambda: a @ b, "nvfp4")
     assert found.layers[0].underflow == 15 / 16
-    found = lowprec.compare(lambda: jnp.einsum("kn,bmk->bmn", b, jnp.ones((2, 4, 256))), "nvfp4")
+    found = lowprec.compare(lambda: jnp.einsum("kn,bmk->bmn", b, a), "nvfp4")
     assert found.layers[0].underflow == 15 / 16
 
 
