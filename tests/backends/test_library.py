@@ -50,7 +50,9 @@ def declared_fields(name):
 
 
 @needs_sources
-@pytest.mark.parametrize("name", ["Matrix", "Scheme", "Product", "TensorCore", "Quantizer"])
+@pytest.mark.parametrize(
+    "name", ["Matrix", "Scheme", "Product", "TensorCoreModel", "Quantizer", "Lines"]
+)
 def test_structures_are_those_of_the_header(name):
     c_name = "lp_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
     assert list(getattr(library, name)._fields_) == declared_fields(c_name)

@@ -1,7 +1,7 @@
 // lp_emulate against the definition of the arithmetic in emulation/arithmetic.py; included by check.cpp.
 
 // An element of the result, in double.
-uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k, const lp_tensor_core& core) {
+uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k, const lp_tensor_core_model& core) {
     for (int64_t first = 0; first < k; first += core.group) {
         double terms[33] = {core.adds_after ? 0 : c}, special = isfinite(c) ? 0.0 : c, sum = 0;
         int largest = c && !core.adds_after ? fmax(ilogb(c), -126) : core.least_exponent, count = 1;
@@ -28,7 +28,7 @@ uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k,
 }
 void check_emulate() {
     const struct {
-        lp_tensor_core core;
+        lp_tensor_core_model core;
         int dropped;
     } models[] = {
         // float16 on Volta, tf32 on Ampere, all on Hopper; E5M2 on Hopper and Blackwell

@@ -104,7 +104,7 @@ class Product(ctypes.Structure):
 
 
 class TensorCoreModel(ctypes.Structure):
-    """``lp_tensor_core``."""
+    """``lp_tensor_core_model``."""
 
     _fields_ = (
         ("group", _I32), ("fraction_bits", _I32), ("least_exponent", _I32), ("emin", _I32), ("result_bits", _I32),

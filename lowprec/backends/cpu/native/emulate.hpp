@@ -55,8 +55,8 @@ template <int R> struct EmulatedA {
 
 // Adds a group of products, from element `first` of the block, to W elements of R rows.
 template <int R>
-INLINE void add_group(const lp_tensor_core& core, const EmulatedA<R>& a, const EmulatedB& b, int first, bool special,
-                      f32v* c) {
+INLINE void add_group(const lp_tensor_core_model& core, const EmulatedA<R>& a, const EmulatedB& b, int first,
+                      bool special, f32v* c) {
     const int end = first + core.group;
     std::make_integer_sequence<int, W> lanes;
     i32v largest[R], own[R], offset[R];  // exponents: of the group, of c, and of the scale of a product's term

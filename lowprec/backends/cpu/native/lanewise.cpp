@@ -151,7 +151,7 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
 }
 
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
-                          const lp_tensor_core* core, int32_t threads) {
+                          const lp_tensor_core_model* core, int32_t threads) {
     const lp::Arithmetic standard;
     const lp::Lanewise* functions = lp::lanewise();
     const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;

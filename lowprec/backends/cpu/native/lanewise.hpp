@@ -8,7 +8,7 @@ struct Emulation {  // the arguments of lp_emulate
     const float *a, *b;
     float* c;
     int64_t m, n, k;
-    lp_tensor_core core;
+    lp_tensor_core_model core;
 };
 
 // A block of the result has a vector's columns; EMULATED_K elements of k, whole groups, are decomposed at once.

@@ -135,9 +135,9 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
 // of a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. ->
 // lp_status result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the
 // products alone.
-typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core;
+typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core_model;
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
-                          const lp_tensor_core*, int32_t threads);
+                          const lp_tensor_core_model*, int32_t threads);
 
 // Rounds x to narrow numbers: bfloat16 with the scales of their blocks but without float32 scales, or int8, or codes.
 // `scales` has the float32 scales of vectors or blocks, or the codes of blocks (if `codes`); -> lp_status and *scale.
