@@ -90,7 +90,7 @@ def test_errors_equal_a_computation_by_hand(order):
         return np.matmul(a, b, out=np.empty((130, 110), np.float32, order=order))
 
     def second(x):
-        return x[:, ::2] @ b[:55]
+        return x[:, 20:] @ b  # which every version of NumPy gives to its BLAS
 
     results = []
 
@@ -105,7 +105,7 @@ def test_errors_equal_a_computation_by_hand(order):
     (x, y), (x_again, y_again) = results
     for row, result, again, exact in (
         (rows["first"], x, x_again, a.astype(float) @ b),
-        (rows["second"], y, y_again, x[:, ::2].astype(float) @ b[:55]),
+        (rows["second"], y, y_again, x[:, 20:].astype(float) @ b),
     ):
         # The reference has errors of FP32, 2**-16 of those of bfloat16.
         assert row.own_error == pytest.approx(relative(result, exact), rel=1e-3)
