@@ -22,7 +22,6 @@ from lowprec.arrays.prepared_view import PreparedView
 from lowprec.core.arguments import Options
 from lowprec.core.executors import look_up
 from lowprec.modes import ResolvedMode, row, rules_of
-from lowprec.recipes import Rule
 from lowprec.torch.convolution_shapes import Convolution, empty, in_order
 
 #: Bytes of the elements under the kernel that are copied at a time, unless those of one row of an image have more.
@@ -60,7 +59,9 @@ class Products:
         # Blocks are along channels x kernel, whatever the memory; otherwise the channels are inner, as in memory.
         self.inner_channels = last and not quantizes
         self.keeps_weight = last or quantizes
-        self.image_by_image = quantizes and any(map(_has_one_scale, rules_of(resolved.mode)))
+        self.image_by_image = quantizes and any(
+            rule is not None and rule.has_tensor_scale for rule in rules_of(resolved.mode)
+        )
         self._memory: dict[str, Tensor] = {}
 
     # -- the products ---------------------------------------------------------------------------
@@ -337,10 +338,3 @@ class Products:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the type of sums."""
     return torch.float32 if dtype.itemsize == 2 else dtype
-
-
-def _has_one_scale(rule: Rule | None) -> bool:
-    """Whether a scale depends on the whole operand."""
-    if rule is None:
-        return False
-    return rule.scaling == "tensor" or (rule.scales is not None and rule.outer == "tensor")

@@ -26,7 +26,8 @@ def operand_statistics(
     """Return the statistics of both operands, from about ``most`` numbers of each."""
     if not row(mode).quantizes:
         least = row(mode).operand_format.smallest_normal
-        return _of_numbers(a, least), _of_numbers(b, least)
+        first, second = (x.abs().double().cpu().numpy() for x in (a, b))
+        return core.of_numbers(first, least), core.of_numbers(second, least)
     return core.operand_statistics(a.float().cpu().numpy(), b.float().cpu().numpy(), mode, most)
 
 
@@ -37,11 +38,3 @@ def _error(a: Tensor, b: Tensor, mode: Mode) -> float:
         return 0.0
     difference = dispatch.matmul(a, b, math_mode=mode) - exact
     return float(difference.norm() / exact.norm())
-
-
-def _of_numbers(x: Tensor, least: float) -> OperandStatistics:
-    size = x.abs()
-    if not size.numel():
-        return OperandStatistics()
-    underflow = (size > 0) & (size < least)
-    return OperandStatistics(float(size.max()), float(underflow.float().mean()))
