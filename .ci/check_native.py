@@ -6,14 +6,13 @@ native      every unit of this processor; AMX in software where it has none
 fuzz        random products and roundings with buffers that end at protected pages, in other floating-point modes
 haswell     the native program on an emulated Haswell: FP32 and int8 units must give the same bits
 aarch64     compiled by zig, on three emulated processors: the same comparison
-blas        the BLAS calls of a program on musl and on AArch64, by zig and an emulator
 sanitized   under the address and undefined-behaviour sanitizers
 threads     under the thread sanitizer
 levels      no instruction of an instruction set is outside the files compiled for it
 style       clang-format and clang-tidy
 wheels      the wheels of a release in dist/, by zig; the code for this machine gives the bits of the system compiler's
 
-Without a name: all but `threads`, `wheels` and `blas`. A check whose program is missing prints a message and succeeds.
+Without a name: all but `threads` and `wheels`. A check whose program is missing prints a message and succeeds.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from hatch_build import (  # noqa: E402
     NATIVE,
     OBJECTS,
     OPTIONS,
-    STAMPED,
-    UNITS_IN,
     BuildError,
     architecture,
     compile_sources,
@@ -164,26 +161,19 @@ def emulator(machine: str) -> str | None:
     """Return the path of QEMU for programs of this machine; install it where that is possible."""
     names = (f"qemu-{machine}", f"qemu-{machine}-static")
     found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        install("qemu-user-static")
+    if found is None and shutil.which("apt-get") and getattr(os, "geteuid", lambda: 1)() == 0:
+        for arguments in (
+            ["update", "-qq"],
+            ["install", "-qq", "-y", "--no-install-recommends", "qemu-user-static"],
+        ):
+            subprocess.run(
+                ["apt-get", *arguments],
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         found = shutil.which(names[1])
     return found
-
-
-def install(package: str) -> None:
-    """Install a package of Debian where that is possible."""
-    if not shutil.which("apt-get") or getattr(os, "geteuid", lambda: 1)():
-        return
-    for arguments in (
-        ["update", "-qq"],
-        ["install", "-qq", "-y", "--no-install-recommends", package],
-    ):
-        subprocess.run(
-            ["apt-get", *arguments],
-            check=False,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
 
 
 def check_haswell() -> None:
@@ -206,74 +196,6 @@ def check_aarch64() -> None:
     )
     for cpu, variants in (("max", 3), ("neoverse-n1", 1), ("cortex-a72", 1)):
         compare(cpu, hashes([qemu, "-cpu", cpu, made], 97, variants, EMULATED))
-
-
-#: Targets of zig on which BLAS calls are tried: the C library's loader, the package that has it, and the emulator.
-LOADERS = (
-    ("x86_64-linux-musl", "/lib/ld-musl-x86_64.so.1", "musl", ()),
-    (
-        "aarch64-linux-gnu.2.17",
-        "/usr/aarch64-linux-gnu/lib/ld-linux-aarch64.so.1",
-        "libc6-arm64-cross",
-        ("-L", "/usr/aarch64-linux-gnu"),
-    ),
-)
-
-
-def check_blas() -> None:
-    """Preload the library into a program that compares the results of a BLAS, whose functions only end the program."""
-    compiler = zig()
-    if compiler is None or architecture(platform.machine()) != "x86_64":
-        print("blas: no zig here, or no x86-64")
-        return
-    for target, loader, package, arguments in LOADERS:
-        if not Path(loader).exists():
-            install(package)
-        qemu = emulator("aarch64") if arguments else ""
-        if not Path(loader).exists() or qemu is None:
-            print(f"blas: no {loader} here, or no emulator")
-            continue
-        made = blas_program([*compiler, "-target", target])
-        variables = {"LD_PRELOAD": str(made.parent / "libkernels.so"), "LOWPREC_BLAS": "bf16"}
-        command = [str(made), str(2.0**-8)]
-        environment = {**os.environ, **variables}
-        if qemu:
-            sets = [x for name, value in variables.items() for x in ("-E", f"{name}={value}")]
-            command = [qemu, *arguments, *sets, *command]
-            environment = dict(os.environ)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        lines = [
-            x for x in (done.stdout + done.stderr).splitlines() if "failures" in x or "taken" in x
-        ]
-        print(f"{target}: {'; '.join(lines[:2])}")
-        if done.returncode or not any(" 0 failures" in x for x in lines):
-            raise SystemExit(f"{done.stdout[-2000:]}{done.stderr[-2000:]}\nblas: {target} failed")
-
-
-def blas_program(compiler: list[str]) -> Path:
-    """Compile a program for a target, its BLAS and the library, of which x86-64 has the units of AVX2."""
-    folder = OBJECTS / f"blas-{compiler[-1]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [*compiler, *OPTIONS]
-    others = UNITS_IN.keys() - {"x86_avx2"}
-    sources = [x for x in sorted(NATIVE.glob("*.cpp")) if x.stem not in others]
-    built = sum(bits for name, bits in UNITS_IN.items() if name not in others) | 0b111 << 8
-    objects = compile_sources(command, [x for x in sources if x.stem not in STAMPED])
-    objects += compile_sources(
-        [*command, f"-DLP_BUILT={built:#x}"], [x for x in sources if x.stem in STAMPED]
-    )
-    shared = [*command, "-shared", "-nostdlib++", "-o"]
-    run([*shared, str(folder / "libkernels.so"), *objects, "-lpthread"])
-    run(
-        [*shared, str(folder / "libstub.so"), str(CHECKS / "blas_stub.cpp"), "-fvisibility=default"]
-    )
-    names = ["-DBLAS_PREFIX=", "-DBLAS_END=", "-DBLAS_INT=int32_t"]
-    program = folder / "program"
-    libraries = [str(folder / "libstub.so"), f"-Wl,-rpath,{folder}"]
-    run(
-        [*compiler, "-O1", *names, str(CHECKS / "blas_program.cpp"), "-o", str(program), *libraries]
-    )
-    return program
 
 
 def check_style() -> None:
@@ -392,8 +314,7 @@ def check_levels() -> None:
 
 def main(names: list[str]) -> None:
     """Run the named checks."""
-    default = ["style", "levels", "native", "fuzz", "haswell", "aarch64", "sanitized"]
-    for name in names or default:
+    for name in names or ["style", "levels", "native", "fuzz", "haswell", "aarch64", "sanitized"]:
         if name in SANITIZERS:
             check_sanitized(name)
         else:
