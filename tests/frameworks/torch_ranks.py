@@ -3,6 +3,7 @@
 Started as ``torch_ranks.py RANK FILE``; the ranks meet in the file. It writes one line for each part that holds.
 """
 
+import os
 import sys
 
 import torch
@@ -129,4 +130,8 @@ if __name__ == "__main__":
     for part in PARTS:
         part(mesh)
         sys.stdout.write(part.__name__ + "\n")
+    sys.stdout.flush()
     dist.destroy_process_group()
+    # Gloo's threads may release tensors after the interpreter has ended, which aborts the process:
+    # https://github.com/pytorch/pytorch/pull/179291
+    os._exit(0)
