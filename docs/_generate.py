@@ -388,8 +388,7 @@ def snippets() -> dict[Path, str]:
         "verified_claims.md": verified_claims(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
-    files[README] = generated.filled(README, "modes", mode_table())
-    files[README] = generated.filled(README, "weights", weight_table(), files[README])
+    files[README] = generated.filled(README, "weights", weight_table())
     source = Path(modes.__file__)
     files[source] = generated.filled(source, "names for type checkers", literal_types())
     return files | _pages.pages(files)
