@@ -94,17 +94,8 @@ def _look_up(array: Any) -> Library:
 
 
 def _find(array: Any) -> Library:
-    # a subclass may give the elements or ``*`` another meaning, such as units
     if isinstance(array, np.ndarray):
-        if isinstance(array, np.ma.MaskedArray):
-            raise ArrayError(
-                f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
-                "array.data to ignore the mask"
-            )
-        raise ArrayError(
-            f"{type(array).__name__} is not accepted: the result would be a plain numpy.ndarray; pass "
-            "numpy.asarray(array)"
-        )
+        raise _subclass_error(array)
     name = _optional_name(array)
     if name is not None:
         library = _INSTANCES.get(name)
@@ -125,15 +116,32 @@ def _find(array: Any) -> Library:
         )
     has_dlpack = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
     if isinstance(array, type) or not has_dlpack:
-        remedy = ""
-        with suppress(Exception):  # the caller's own class may raise anything
-            if np.asarray(array).dtype.kind in "biufc":
-                remedy = "; wrap it with numpy.asarray"
-        raise ArrayError(
-            f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
-            f"{type_name(array)}{remedy}"
-        )
+        raise _no_array_error(array)
     return DLPACK
+
+
+def _subclass_error(array: np.ndarray[Any, Any]) -> ArrayError:
+    """Return the error for a subclass, which may give the elements or ``*`` another meaning, such as units."""
+    name = type(array).__name__
+    if isinstance(array, np.ma.MaskedArray):
+        return ArrayError(
+            f"{name} is not accepted: a matrix product has no mask; pass array.filled(0), or array.data to ignore "
+            "the mask"
+        )
+    return ArrayError(
+        f"{name} is not accepted: the result would be a plain numpy.ndarray; pass numpy.asarray(array)"
+    )
+
+
+def _no_array_error(value: Any) -> ArrayError:
+    remedy = ""
+    with suppress(Exception):  # the caller's own class may raise anything
+        if np.asarray(value).dtype.kind in "biufc":
+            remedy = "; wrap it with numpy.asarray"
+    return ArrayError(
+        f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
+        f"{type_name(value)}{remedy}"
+    )
 
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
