@@ -1,4 +1,4 @@
-"""``intercept``: the products of an unmodified JAX program in a mode, by a lowering rule of ``dot_general``.
+"""``intercept``: the products of an unmodified JAX program in a mode, by lowering rules of JAX's two primitives.
 
 The rule reads a value that is part of JAX's key for compiled functions: functions that were compiled outside are
 compiled again inside, and are used again outside.
@@ -26,6 +26,7 @@ from lowprec.core.ledger import LedgerRow
 from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
+from lowprec.jax.convolutions import convolve
 from lowprec.jax.lowering import axes_of, multiply
 from lowprec.jax.observing import Observer
 from lowprec.modes import MathMode, Mode, row
@@ -34,10 +35,10 @@ from lowprec.modes import MathMode, Mode, row
 class intercept(Interception):
     """Compute the products of JAX's own functions in a mode, in a block.
 
-    All routes are seen that end in ``lax.dot_general``: ``@``, ``jnp.matmul``, ``einsum``, ``lax.dot``, their
-    gradients, and products under ``jit``, ``vmap`` and ``scan``. XLA computes them as in :func:`lowprec.jax.matmul`.
-    Convolutions, products of other element types and those with a ``precision=`` of their own, as in JAX's solvers, are
-    XLA's; :meth:`report` names them.
+    All routes are seen that end in ``lax.dot_general`` or ``lax.conv_general_dilated``: ``@``, ``jnp.matmul``,
+    ``einsum``, ``lax.dot``, convolutions, their gradients, and products under ``jit``, ``vmap`` and ``scan``. XLA
+    computes them as in :func:`lowprec.jax.matmul`. Products of other element types, those with a ``precision=`` of
+    their own, as in JAX's solvers, and convolutions on GPUs are XLA's; :meth:`report` names them.
 
     The block applies to this thread. A switch of JAX's default precision inside it is the program's choice. The report
     counts products when they are compiled: those of functions that an earlier block of the mode has compiled are in
@@ -88,7 +89,7 @@ class intercept(Interception):
 
     def _install(self) -> None:
         _register(lax.dot_general_p, _lower_product)
-        _register(lax.conv_general_dilated_p, _lower_other)
+        _register(lax.conv_general_dilated_p, _lower_convolution)
         for primitive in list(mlir._lowerings):
             if primitive.name in _CALLS:
                 _register(primitive, _lower_call)
@@ -113,6 +114,8 @@ class intercept(Interception):
 
 
 _FLOATS = ("float32", "complex64", "float64", "complex128", "float16", "bfloat16")
+_CONVOLUTION = "conv_general_dilated"
+_GPUS = ("cuda", "rocm")
 #: Precisions of products that choose none, in addition to JAX's default when the block began.
 _NO_CHOICE = (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT), lax.DotAlgorithmPreset.DEFAULT)
 #: The key of the block.
@@ -162,11 +165,7 @@ def _lower_product(
     if observer is not None:
         layer = observer.layer(ctx, _name_of(ctx))
         rules = observer.rules_of(layer, rules)
-    mode, reason = _mode_of(ctx, rules, params["dimension_numbers"])
-    if policy.is_guarded():  # which sets JAX's default
-        default = _default_precision(jax.config.jax_default_matmul_precision)
-    if reason is None and params["precision"] not in (*_NO_CHOICE, default):
-        reason = PassedBy.PRECISION
+    mode, reason = _mode_of_product(ctx, rules, default, params)
     if mode is None or reason is not None:
         _count(ctx, "dot_general", "", reason)
         if observer is None or not observer.records:
@@ -176,7 +175,7 @@ def _lower_product(
     _count(ctx, "dot_general", mode.value, None)
     compute = functools.partial(
         multiply, dimensions=params["dimension_numbers"], out_sharding=params.get("out_sharding"), mode=mode.value,
-        out_dtype=ctx.avals_out[0].dtype.name, on_gpu=platform in ("cuda", "rocm"),
+        out_dtype=ctx.avals_out[0].dtype.name, on_gpu=platform in _GPUS,
     )  # fmt: skip
     if observer is not None and observer.records:
         again = None
@@ -196,28 +195,41 @@ def _lowered(compute: Callable[..., Any], ctx: Any, a: Any, b: Any) -> Any:
         _thread.is_busy = False
 
 
-def _mode_of(ctx: Any, rules: Rules, dimensions: Any) -> tuple[Mode | None, PassedBy | None]:
+def _mode_of_product(
+    ctx: Any, rules: Rules, default: Any, params: Any
+) -> tuple[Mode | None, PassedBy | None]:
     """Return the mode of a product by the rules, or the reason why it is XLA's."""
-    x, y = ctx.avals_in
-    free = [axes_of(aval, dimensions, number).free for number, aval in enumerate((x, y))]
-    routine = "dot_general"
-    if (
-        prod(aval.shape[axis] for aval, axes in zip((x, y), free, strict=True) for axis in axes)
-        == 1
-    ):
-        routine = "dot"
+    free = [
+        [aval.shape[axis] for axis in axes_of(aval, params["dimension_numbers"], number).free]
+        for number, aval in enumerate(ctx.avals_in)
+    ]
+    routine = "dot" if prod(map(prod, free)) == 1 else "dot_general"
     asked = first_match(rules, _layer_of(ctx), routine)
     if asked is None:
         return None, PassedBy.VECTORS if routine == "dot" else PassedBy.LAYER
     if row(asked).quantizes and not all(free) and not names(rules, routine):
         asked = MathMode.BF16
+    return _mode_of(ctx, asked, default, params["precision"])
+
+
+def _mode_of(
+    ctx: Any, asked: Any, default: Any, precision: Any
+) -> tuple[Mode | None, PassedBy | None]:
+    """Return the mode in force where the rules ask for one, or the reason why XLA computes."""
     mode = policy.resolve(asked).mode
-    name = np.dtype(x.dtype).name
+    x, y = ctx.avals_in
     out = ctx.avals_out[0].dtype
+    name = np.dtype(x.dtype).name
     is_sum = out == x.dtype or (x.dtype.itemsize == 2 and out == np.float32)
-    if x.dtype == y.dtype and is_sum and name in _FLOATS and row(mode).acts(dtype_from_name(name)):
-        return mode, None
-    return None, PassedBy.ELEMENT_TYPE
+    if x.dtype != y.dtype or not is_sum or name not in _FLOATS:
+        return None, PassedBy.ELEMENT_TYPE
+    if not row(mode).acts(dtype_from_name(name)):
+        return None, PassedBy.ELEMENT_TYPE
+    if policy.is_guarded():  # which sets JAX's default
+        default = _default_precision(jax.config.jax_default_matmul_precision)
+    if precision not in (*_NO_CHOICE, default):
+        return None, PassedBy.PRECISION
+    return mode, None
 
 
 def _layer_of(ctx: Any) -> Layer:
@@ -269,18 +281,37 @@ def _default_precision(_: Any) -> Any:
     return equation.params["precision"]
 
 
-def _lower_other(
-    own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any
+def _lower_convolution(
+    own: Callable[..., Any], platform: str | None, ctx: Any, x: Any, weight: Any, **params: Any
 ) -> Any:
-    if _context.value and not _thread.is_busy:
-        _count(ctx, "conv_general_dilated", "", PassedBy.CONVOLUTION)
-    return own(ctx, *operands, **params)
+    if _thread.is_busy or _context.value is None:
+        return own(ctx, x, weight, **params)
+    rules, default, _ = _context.value
+    asked = first_match(rules, _layer_of(ctx), _CONVOLUTION)
+    mode: Mode | None = None
+    reason: PassedBy | None = PassedBy.LAYER
+    if platform in _GPUS:
+        reason = PassedBy.CONVOLUTION
+    elif asked is not None:
+        mode, reason = _mode_of(ctx, asked, default, params["precision"])
+    if mode is None:
+        _count(ctx, _CONVOLUTION, "", reason)
+        return own(ctx, x, weight, **params)
+    _count(ctx, _CONVOLUTION, mode.value, None)
+    compute = functools.partial(
+        convolve,
+        params=params,
+        mode=mode.value,
+        out_dtype=ctx.avals_out[0].dtype.name,
+        on_gpu=False,
+    )
+    return _lowered(compute, ctx, x, weight)
 
 
 def _count(ctx: Any, operator: str, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
     name = _name_of(ctx)
-    is_backward = "transpose(" in str(ctx.name_stack)
+    is_backward = "transpose(" in "/".join(_names_of(ctx))
     found = LedgerRow(name, operator, ctx.avals_in[0].dtype.name, is_backward, mode, reason)
     if (block := intercept._innermost()) is not None:
         block.scope.ledger.add(found, 0, lambda: shapes)

@@ -55,14 +55,46 @@ class Contraction(NamedTuple):
     dimensions: Dimensions
     out_sharding: Any
 
+    def product(self, a: Any, b: Any, preset: str | None, result: str) -> Any:
+        """Multiply by a preset, or in full FP32 or FP64; the result's element type is given by its name."""
+        return lax.dot_general(
+            a,
+            b,
+            self.dimensions,
+            precision=lax.DotAlgorithmPreset[preset] if preset else lax.Precision.HIGHEST,
+            preferred_element_type=np.dtype(result),
+            out_sharding=self.out_sharding,
+        )
+
+
+class Convolution(NamedTuple):
+    """A convolution by the parameters of ``lax.conv_general_dilated``."""
+
+    params: dict[str, Any]
+
+    def product(self, a: Any, b: Any, preset: str | None, result: str) -> Any:
+        """Convolve in full FP32 or FP64: the presets are those of contractions."""
+        full = {"precision": lax.Precision.HIGHEST, "preferred_element_type": np.dtype(result)}
+        return lax.conv_general_dilated(a, b, **(self.params | full))
+
+
+#: The operations on rounded operands.
+Bilinear = Contraction | Convolution
+
 
 def multiply(
+    a: Any, b: Any, step: Any = None, *, dimensions: Dimensions, out_sharding: Any, **options: Any
+) -> Any:
+    """Multiply two arrays along axes as for ``lax.dot_general``, as :func:`computed` describes."""
+    return computed(a, b, step, Contraction(dimensions, out_sharding), **options)
+
+
+def computed(
     a: Any,
     b: Any,
-    step: Any = None,
+    step: Any,
+    operation: Bilinear,
     *,
-    dimensions: Dimensions,
-    out_sharding: Any,
     mode: str,
     out_dtype: str,
     on_gpu: bool,
@@ -70,63 +102,52 @@ def multiply(
 ) -> Any:
     """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform.
 
-    ``step``, an int32 array, is that of a recipe without one.
+    ``step``, an int32 array, is that of a recipe without one. A :class:`Convolution` has a mode that rounds each
+    number for itself: not one of :func:`rounds_vectors`.
     """
-    contraction = Contraction(dimensions, out_sharding)
     storage = dtype_from_name(str(a.dtype))
     parsed = parse_mode(mode)
     scheme = row(parsed)
     if scheme.quantizes and scheme.acts(storage):
-        return _quantized(a, b, step, contraction, parsed, on_gpu=on_gpu).astype(out_dtype)
+        assert isinstance(operation, Contraction)
+        return _quantized(a, b, step, operation, parsed, on_gpu=on_gpu).astype(out_dtype)
     if storage is DType.INT8:
-        return _dot(a, b, contraction, None, "int32")
+        return operation.product(a, b, None, "int32")
     if storage.bits == 16 and on_gpu:
-        return _dot(a, b, contraction, _PRESETS_16_BIT[storage.label], "float32").astype(out_dtype)
+        return operation.product(a, b, _PRESETS_16_BIT[storage.label], "float32").astype(out_dtype)
     if storage.bits == 16:
-        return _fp32(a.astype(jnp.float32), b.astype(jnp.float32), contraction).astype(out_dtype)
+        return _fp32(a.astype(jnp.float32), b.astype(jnp.float32), operation).astype(out_dtype)
     if not storage.is_single_precision:
-        return _dot(a, b, contraction, None, storage.label)
+        return operation.product(a, b, None, storage.label)
     if scheme.widens:
-        return _widened(a, b, contraction, out_dtype)
+        return _widened(a, b, operation, out_dtype)
     if scheme.operand_format is formats.FLOAT32:
-        return _fp32(a, b, contraction)
+        return _fp32(a, b, operation)
     if on_gpu and scheme.jax_preset and not storage.is_complex and scheme.data is not DType.FLOAT16:
         if scheme.parts == 1:
             a = round_to(a, scheme.operand_format)
             b = round_to(b, scheme.operand_format)
-        return _dot(a, b, contraction, scheme.jax_preset, storage.label)
-    return _of_parts(a, b, contraction, scheme, on_gpu=on_gpu)
+        return operation.product(a, b, scheme.jax_preset, storage.label)
+    return _of_parts(a, b, operation, scheme, on_gpu=on_gpu)
 
 
-def _dot(a: Any, b: Any, contraction: Contraction, preset: str | None, result: str) -> Any:
-    precision: Any = lax.Precision.HIGHEST
-    if preset is not None:
-        precision = lax.DotAlgorithmPreset[preset]
-    return lax.dot_general(
-        a,
-        b,
-        contraction.dimensions,
-        precision=precision,
-        preferred_element_type=np.dtype(result),
-        out_sharding=contraction.out_sharding,
-    )
+def rounds_vectors(mode: Mode) -> bool:
+    """Whether the rounding of a number depends on the others with which it is summed."""
+    scheme = row(mode)
+    return scheme.quantizes or scheme.operand_format is formats.FLOAT16
 
 
-def _fp32(a: Any, b: Any, contraction: Contraction) -> Any:
+def _fp32(a: Any, b: Any, operation: Bilinear) -> Any:
     # There are no presets for complex numbers.
     preset = None if jnp.iscomplexobj(a) else "F32_F32_F32"
-    return _dot(a, b, contraction, preset, str(a.dtype))
+    return operation.product(a, b, preset, str(a.dtype))
 
 
-def _widened(a: Any, b: Any, contraction: Contraction, out_dtype: str) -> Any:
+def _widened(a: Any, b: Any, operation: Bilinear, out_dtype: str) -> Any:
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
-        product = _dot(
-            lax.convert_element_type(a, wide),
-            lax.convert_element_type(b, wide),
-            contraction,
-            None,
-            wide.name,
+        product = operation.product(
+            lax.convert_element_type(a, wide), lax.convert_element_type(b, wide), None, wide.name
         )
         return lax.convert_element_type(product, np.dtype(out_dtype))
 
@@ -149,7 +170,7 @@ def _quantized(
     y, scales_y, scale_y = _rounded(b, of_b, second.drawn(draw, 1), step)
     stacks = Contraction((((2,), (2,)), ((0,), (0,))), None)
     if on_gpu and x.dtype == y.dtype == jnp.bfloat16:
-        out = _dot(x, y, stacks, "BF16_BF16_F32", "float32")
+        out = stacks.product(x, y, "BF16_BF16_F32", "float32")
     else:
         out = _fp32(x.astype(jnp.float32), y.astype(jnp.float32), stacks)
     if scales_x is not None and scales_y is not None:
@@ -203,27 +224,26 @@ def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any
     return values.reshape(extents), scales, scale
 
 
-def _of_parts(a: Any, b: Any, contraction: Contraction, scheme: ModeRow, *, on_gpu: bool) -> Any:
-    total = _sum_of_parts(a, b, contraction, scheme, on_gpu=on_gpu)
+def _of_parts(a: Any, b: Any, operation: Bilinear, scheme: ModeRow, *, on_gpu: bool) -> Any:
+    total = _sum_of_parts(a, b, operation, scheme, on_gpu=on_gpu)
     if on_gpu or scheme.parts == 1:
         return total
     # An infinity has the parts Inf and NaN, so non-finite results are recomputed.
     finite = jnp.isfinite(total)
     return lax.cond(
-        jnp.all(finite), lambda: total, lambda: jnp.where(finite, total, _fp32(a, b, contraction))
+        jnp.all(finite), lambda: total, lambda: jnp.where(finite, total, _fp32(a, b, operation))
     )
 
 
-def _sum_of_parts(
-    a: Any, b: Any, contraction: Contraction, scheme: ModeRow, *, on_gpu: bool
-) -> Any:
+def _sum_of_parts(a: Any, b: Any, operation: Bilinear, scheme: ModeRow, *, on_gpu: bool) -> Any:
     exponents = None
     is_fp16 = scheme.operand_format is formats.FLOAT16
     if is_fp16:
-        summed_a, summed_b = contraction.dimensions[0]
+        assert isinstance(operation, Contraction)
+        summed_a, summed_b = operation.dimensions[0]
         a, of_a = scaled(a, summed_a)
         b, of_b = scaled(b, summed_b)
-        exponents = _outer_sum(of_a, of_b, contraction)
+        exponents = _outer_sum(of_a, of_b, operation)
     is_narrow = is_fp16 and on_gpu and not jnp.iscomplexobj(a)
     parts_of_a = split(a, scheme)
     parts_of_b = split(b, scheme)
@@ -232,11 +252,11 @@ def _sum_of_parts(
         x = parts_of_a[product.a_part]
         y = parts_of_b[product.b_part]
         if is_narrow:  # exact
-            term = _dot(
-                x.astype(jnp.float16), y.astype(jnp.float16), contraction, "F16_F16_F32", "float32"
+            term = operation.product(
+                x.astype(jnp.float16), y.astype(jnp.float16), "F16_F16_F32", "float32"
             )
         else:
-            term = _fp32(x, y, contraction)
+            term = _fp32(x, y, operation)
         if product.factor != 1:
             term = term * product.factor
         total = term if total is None else total + term

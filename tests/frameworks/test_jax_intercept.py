@@ -74,15 +74,10 @@ def test_a_compiled_function_follows_scopes(jax, intercept):
 def test_products_that_are_not_taken_are_reported(jax, intercept):
     x = jax.numpy.full((6, 6), ABOVE, "float32")
     with intercept("tf32x3") as seen:
-        jax.lax.conv(x[None, None], x[None, None], (1, 1), "SAME")
         x.astype("bfloat16") @ x.astype("bfloat16")
         jax.lax.dot(x, x, precision="highest")
     report = seen.report()
-    reasons = {p.operator: p.reason for p in report.passed}
-    assert (
-        reasons["conv_general_dilated"] == "a convolution in one kernel, which hides its products"
-    )
-    assert {p.reason for p in report.passed} >= {
+    assert {p.reason for p in report.passed} == {
         "the mode does not act on this element type", "the program chooses its precision",
     }  # fmt: skip
     assert "compiled products" in str(report)

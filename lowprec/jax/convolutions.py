@@ -1,0 +1,73 @@
+"""Convolutions in a mode, as operations of XLA.
+
+Modes that round each number for itself convolve the rounded numbers. In others, whose scales are those of numbers that
+are summed, the elements under the kernel are copied, and a convolution is a product of matrices with axes (groups,
+positions, channels x kernel) and (groups, filters, channels x kernel).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from lowprec.jax.lowering import Contraction, Convolution, computed, rounds_vectors
+from lowprec.modes import parse_mode
+
+_GROUPED = Contraction((((2,), (2,)), ((0,), (0,))), None)
+
+
+def convolve(x: Any, weight: Any, params: dict[str, Any], **options: Any) -> Any:
+    """Convolve two arrays by the parameters of ``lax.conv_general_dilated``; options as of ``computed``."""
+    if not rounds_vectors(parse_mode(options["mode"])):
+        return computed(x, weight, None, Convolution(params), **options)
+    numbers = params["dimension_numbers"]
+    images = jnp.transpose(x, numbers.lhs_spec)
+    kernels = jnp.transpose(weight, numbers.rhs_spec)
+    filters, channels, *kernel = kernels.shape
+    images = _padded(images, params["padding"], params["lhs_dilation"])
+    windows = _windows(images, kernel, params["window_strides"], params["rhs_dilation"])
+    groups = params["batch_group_count"] * params["feature_group_count"]
+    if params["batch_group_count"] > 1:
+        windows = windows.reshape(groups, -1, *windows.shape[1:])
+    else:
+        windows = windows.reshape(len(windows), groups, channels, *windows.shape[2:])
+        windows = jnp.moveaxis(windows, 1, 0)
+    # (groups, n, channels, (positions, kernel) of each axis)
+    positions = range(3, windows.ndim, 2)
+    of_kernel = range(4, windows.ndim, 2)
+    extents = [windows.shape[axis] for axis in (1, *positions)]
+    rows = jnp.transpose(windows, (0, 1, *positions, 2, *of_kernel))
+    a = rows.reshape(groups, prod(extents), channels * prod(kernel))
+    b = kernels.reshape(groups, filters // groups, -1)
+    out = computed(a, b, None, _GROUPED, **options)
+    out = jnp.moveaxis(out, 0, 1).reshape(extents[0], *extents[1:], filters)
+    out = jnp.moveaxis(out, -1, 1)
+    order = sorted(range(out.ndim), key=numbers.out_spec.__getitem__)
+    return jnp.transpose(out, order)
+
+
+def multiplications(params: dict[str, Any], weight: Any, out: Any) -> int:
+    """Return the number of products of elements, those with the zeros of borders included."""
+    _, channels, *kernel = (weight.shape[axis] for axis in params["dimension_numbers"].rhs_spec)
+    return prod(out.shape) * channels * prod(kernel)
+
+
+def _padded(images: Any, padding: Any, dilation: Any) -> Any:
+    """Put zeros at the borders and between the elements of images (n, channels, *extents)."""
+    zero = jnp.zeros((), images.dtype)
+    borders = [(low, high, d - 1) for (low, high), d in zip(padding, dilation, strict=True)]
+    return lax.pad(images, zero, [(0, 0, 0), (0, 0, 0), *borders])
+
+
+def _windows(images: Any, kernel: Any, strides: Any, dilations: Any) -> Any:
+    """Return the elements under the kernel, with the axes (positions, kernel) for each axis of the images."""
+    for number, (size, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True)):
+        axis = 2 + 2 * number
+        last = images.shape[axis] - dilation * (size - 1)
+        starts = jnp.arange(0, max(0, last), stride)
+        places = starts[:, None] + dilation * jnp.arange(size)
+        images = jnp.take(images, places, axis, mode="clip")
+    return images
