@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 from functools import cache
-from math import frexp, prod
+from math import frexp, inf, nan, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from lowprec.errors import DTypeError, quoted
@@ -140,6 +140,27 @@ def number_format(name: str) -> NumberFormat:
     )
 
 
+@cache
+def numbers_of_codes(name: str) -> tuple[float, ...]:
+    """Return the numbers of all codes of elements of this name; the highest bit is the sign."""
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    exponent, mantissa = map(int, found.groups()[:2])
+    to = number_format(name)
+    positive: list[float] = []
+    for code in range(1 << (exponent + mantissa)):
+        binade, fraction = divmod(code, 1 << mantissa)
+        size = fraction / (1 << mantissa) + (binade > 0)
+        positive.append(size * 2.0 ** (to.emin + max(binade, 1) - 1))
+        if positive[-1] > to.largest:
+            is_infinite = to.has_infinity and positive[-2] == to.largest
+            positive[-1] = inf if is_infinite else nan
+    negative = [-x for x in positive]
+    if found[3] in ("fnuz", "p3109"):
+        negative[0] = nan
+    return (*positive, *negative)
+
+
 def standard_bias(exponent: int, specials: str | None) -> int:
     """Return the bias of a format with so many bits of the exponent."""
     return (1 << exponent >> 1) - (specials not in ("fnuz", "p3109"))
@@ -158,6 +179,7 @@ class BlockFormat:
     is_stored: bool = True  # whether :func:`lowprec.quantize` knows it
     is_mode: bool = True
     square: bool = False  # whether blocks of ``b`` have as many vectors as elements along the axis
+    looked_up: str = ""  # name of the elements for `numbers_of_codes`, of formats without kernels
     #: If cuBLASLt multiplies two operands by their codes: name in ``cublasLtMatmulMatrixScale_t``, type of the codes.
     scale_mode: str = ""
     cuda_data_type: int = 0
@@ -166,6 +188,16 @@ class BlockFormat:
     def has_float_scales(self) -> bool:
         """Whether the numbers with their scales need float32; otherwise bfloat16 represents them."""
         return self.scales == FLOAT32
+
+    @property
+    def widened(self) -> DType:
+        """The element type that represents the numbers without the scale of the array."""
+        if not self.block:
+            return DType.FLOAT8_E4M3FN
+        of_scales = self.scales.precision if self.scales else 0
+        if self.elements.precision + of_scales > BFLOAT16.precision:
+            return DType.FLOAT32
+        return DType.BFLOAT16
 
     @property
     def reach(self) -> float:
@@ -188,7 +220,7 @@ class BlockFormat:
         if not (self.block and shape[axis]):
             return prod(shape) * self.bits // 8
         block = self.of_length(shape[axis]).block
-        scale = (4 if self.has_float_scales else 1) + self.has_zeros
+        scale = (self.scales is not None) + 3 * self.has_float_scales + self.has_zeros
         return (
             prod(shape) // shape[axis] * -(-shape[axis] // block) * (block * self.bits // 8 + scale)
         )

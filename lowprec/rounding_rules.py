@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import floor, log2
 from typing import Any, NamedTuple
 
@@ -358,6 +359,33 @@ NAMED = {
     "p3109_k6p3": Format(3, 2, "p3109", block="rows"),
 }
 FORMATS |= {name: fmt.rules for name, fmt in NAMED.items()}
+
+
+#: Formats of the scales of blocks by the ``scale`` of a `Format`.
+_SCALE_FORMATS = {"e8m0": formats.FLOAT8_E8M0FNU, "float32": formats.FLOAT32, **SCALES}
+
+
+@cache
+def stored_format(fmt: Format) -> BlockFormat:
+    """Return the format of stored arrays: that of kernels if these have it; otherwise codes in bytes."""
+    rule, _ = fmt.rules
+    names = [name for name in (*formats.BLOCK_FORMATS, *NAMED) if FORMATS.get(name) == fmt.rules]
+    name = next(iter(names), str(fmt))
+    if name in formats.BLOCK_FORMATS:
+        return formats.BLOCK_FORMATS[name]
+    bits = 8
+    if isinstance(fmt.block, int) and fmt.exponent + fmt.mantissa == 3:
+        bits = 4
+    return BlockFormat(
+        name,
+        formats.number_format(fmt.elements),
+        bits,
+        fmt.block if isinstance(fmt.block, int) else formats.WHOLE,
+        None if rule.scaling == "tensor" else _SCALE_FORMATS[fmt.scale],
+        has_scale=rule.has_tensor_scale or fmt.outer == "rows",
+        is_mode=False,
+        looked_up=fmt.elements,
+    )
 
 
 def rules_of_format(name: str) -> tuple[Rule, Rule]:

@@ -8,7 +8,7 @@ NumPy, which keeps subnormal numbers; JAX flushes them to zero. Integers have 32
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 from lowprec.arrays.block_layout import padded
@@ -30,14 +30,17 @@ from lowprec.arrays.narrow_numbers import (
     rounded_to_odd,
 )
 from lowprec.arrays.random_words import transformed, words_of
+from lowprec.errors import ArrayError
 from lowprec.formats import (
     FLOAT8_E4M3FN,
     FLOAT8_E8M0FNU,
+    FLOAT8_UE5M3,
     FLOAT32,
     UINT4_CODES,
     BlockFormat,
     NumberFormat,
     number_format,
+    numbers_of_codes,
 )
 from lowprec.recipes import Rule
 from lowprec.util.strides import Shape
@@ -48,7 +51,8 @@ def rounded(
 ) -> tuple[Any, Any, Any]:
     """Round a float32 array along an axis (-1 or -2), that of k; ``step``, an int32 array, is part of the stream.
 
-    With the format ``row`` of the codes, the values and scales are those of :func:`encode`, k and its blocks last.
+    With the format ``row`` of the codes, the values and scales are those of :func:`encode`, k and its blocks last, and
+    a format with two scales for each vector has the further ones as ``scale``.
 
     Returns
     -------
@@ -78,11 +82,13 @@ def rounded(
     quotients = spread.quotients(magnitude.view(xp.float32), spread.divisors)
     codes = nearest_codes(quotients, to, xp, random)
     if row:
-        sign = (bits >> 28) & 8
-        codes = xp.where(spread.usable, codes | sign, 0)
-        codes, stored = _in_blocks(codes, found, rule, row, xp)
+        codes = xp.where(spread.usable, _signed(codes, bits, rule, xp), 0)
+        codes, scales = _in_blocks(codes, found, rule, row, xp)
         along_k = (*shape[:-1], -1)
-        scales = stored[:, :vectors].reshape(along_k)
+        if scales is not None:
+            scales = scales[:, :vectors].reshape(along_k)
+        if rule.has_row_scales and rule.scaling == "block":
+            whole = whole.reshape(shape[:-1])
         return codes.reshape(along_k), scales, whole
     if rule.elements == "int8":
         values = _integers(codes, bits, spread.usable, xp)
@@ -115,16 +121,44 @@ def _stored_scales(found: BlockScales, rule: Rule, shape: Shape, xp: Any) -> Any
 def _in_blocks(
     codes: Any, found: BlockScales, rule: Rule, row: BlockFormat, xp: Any
 ) -> tuple[Any, Any]:
-    """Return the bytes of codes with signs, and the codes of the scales of each vector's blocks."""
+    """Return the bytes of codes with signs, and the scales of each vector's blocks, of one tensor None."""
     high, wide = rule.block
+    wide = wide or codes.shape[-1]
     blocks = _blocks_of(codes, 1, wide, xp).reshape((-1, wide))
+    stored = found.stored
+    if stored is None or row.has_float_scales:
+        return _in_bytes(blocks, row, xp), stored
     not_finite = 0xFF
     if rule.block_scale == "e4m3":
         not_finite = 0x7F
     is_nan = found.multipliers != found.multipliers
-    stored = xp.where(is_nan, not_finite, found.stored)
+    stored = xp.where(is_nan, not_finite, stored)
     stored = converted(stored, xp.uint8)
-    return _in_bytes(blocks, row, xp), xp.repeat(stored, high, 1)
+    if high > 1:
+        stored = xp.repeat(stored, high, 1)
+    return _in_bytes(blocks, row, xp), stored
+
+
+def _signed(codes: Any, bits: Any, rule: Rule, xp: Any) -> Any:
+    """Return codes with the signs of float32 numbers of these bits, or NaN; raise ArrayError if there is no NaN."""
+    numbers = numbers_of_codes(rule.elements)
+    sign = len(numbers) // 2
+    not_a_number = next((i for i, x in enumerate(numbers) if isnan(x)), None)
+    is_negative = bits < 0
+    if not_a_number == sign:  # instead of -0
+        is_negative = is_negative & (codes > 0)
+    codes = xp.where(is_negative, codes | sign, codes)
+    if not rule.marks_elements:
+        return codes
+    finite = (bits & 0x7FFFFFFF) < INFINITY
+    if not_a_number is not None:
+        return xp.where(finite, codes, not_a_number)
+    if not xp.all(finite):
+        raise ArrayError(
+            f"x has an Inf or NaN, but {rule.elements} has no NaN and its scales are float32; replace it, or pass a "
+            "format with specials or 8-bit scales"
+        )
+    return codes
 
 
 def _integers(codes: Any, bits: Any, usable: Any, xp: Any) -> Any:
@@ -323,27 +357,43 @@ def _encode_with_zeros(
     return _in_bytes(codes, row, xp), scales, converted(zeros, xp.uint8)
 
 
-def decode(codes: Any, scales: Any, zeros: Any, row: BlockFormat, scale: float, xp: Any) -> Any:
-    """Return the float32 values of codes: the arguments are those that :func:`encode` returned, or None."""
+def decode(
+    codes: Any, scales: Any, zeros: Any, row: BlockFormat, scale: Any, xp: Any, numbers: Any = None
+) -> Any:
+    """Return the float32 values of codes: the arguments are those that :func:`encode` returned, or None.
+
+    ``scale`` is that of all blocks or an array of theirs; ``numbers`` are those of all codes, if these are looked up.
+    """
     codes = converted(codes, xp.int32)
     if row.bits == 4:
         low = codes & 15
         high = codes >> 4
         pairs = xp.stack((low, high), -1)
         codes = pairs.reshape((len(codes), row.block))
-    if row.has_float_scales:
-        return _with_float_scales(codes, zeros, row, xp) * scales[:, None]
-    values = numbers_of(codes, row.elements, row.bits, xp)
+    if numbers is not None:
+        values = numbers[codes & (len(numbers) - 1)]
+    elif row.has_float_scales:
+        values = _with_float_scales(codes, zeros, row, xp)
+    else:
+        values = numbers_of(codes, row.elements, row.bits, xp)
     if row.scales is not None:
-        scales = converted(scales, xp.int32)
-        if row.scales is FLOAT8_E8M0FNU:
-            numbers = xp.where(scales < 255, power_of_two(scales, xp), float("nan"))
-        else:
-            numbers = numbers_of(scales, row.scales, 8, xp)
-        values = values * numbers[:, None]
-    if scale == 1.0:
-        return values
-    return values * scale
+        values = values * _factors(scales, row, xp)[:, None]
+    if isinstance(scale, float):
+        return values if scale == 1.0 else values * scale
+    return values * scale[:, None]
+
+
+def _factors(scales: Any, row: BlockFormat, xp: Any) -> Any:
+    """Return the numbers of the scales of blocks."""
+    if row.has_float_scales:
+        return scales
+    assert row.scales is not None
+    scales = converted(scales, xp.int32)
+    if row.scales is FLOAT8_E8M0FNU:
+        return xp.where(scales < 255, power_of_two(scales, xp), float("nan"))
+    if row.scales is FLOAT8_UE5M3:
+        return xp.where(scales < 255, numbers_of(scales, row.scales, 31, xp), float("nan"))
+    return numbers_of(scales, row.scales, 8, xp)
 
 
 def _with_float_scales(codes: Any, zeros: Any, row: BlockFormat, xp: Any) -> Any:

@@ -115,8 +115,9 @@ class QuantizedView(PreparedView):
 
     @property
     def scale(self) -> float:  # type: ignore[override]
-        """The scale of the quantised array."""
-        return float((self.kept or self._quantized).scale)
+        """The scale of the quantised array; 1 for an array of scales, which are those of the widened numbers."""
+        scale = (self.kept or self._quantized).scale
+        return scale if isinstance(scale, float) else 1.0
 
     def stored(self) -> tuple[ArrayView, ...]:
         if self.kept is not None:

@@ -13,38 +13,30 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from lowprec.arrays import block_codes
-from lowprec.arrays.block_layout import axis_layout, blocks_of, joined, part_of, part_shapes, ranges
+from lowprec.arrays.block_layout import axis_layout, joined, part_of, part_shapes, ranges
 from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
-from lowprec.arrays.narrow_numbers import array_scale
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import DTypeError, SettingError, ShapeError, did_you_mean, quoted
 from lowprec.formats import (
     BLOCK_FORMATS,
-    FLOAT8_E4M3FN,
-    FLOAT8_E8M0FNU,
-    FLOAT32,
     GROUPS,
     INT4_CODES,
     UINT4_CODES,
+    WHOLE,
     BlockFormat,
     Blocks,
     DType,
+    numbers_of_codes,
 )
+from lowprec.rounding_rules import NAMED, Format, stored_format
 from lowprec.util.strides import Shape, contiguous_strides
 from lowprec.util.tracing import uncompiled
 
 _PARTS = "codes", "scales", "zeros"
-#: Types that represent the numbers without the array's scale, by the type of the scales of blocks.
-_DTYPES = {
-    None: DType.FLOAT8_E4M3FN,
-    FLOAT8_E8M0FNU: DType.BFLOAT16,
-    FLOAT8_E4M3FN: DType.BFLOAT16,
-    FLOAT32: DType.FLOAT32,
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,16 +50,18 @@ class QuantizedArray(Prepared):
     Parameters
     ----------
     codes, scales : array of uint8, shape (..., bytes) and (..., blocks)
-        Codes of the numbers and of the blocks' scales (E8M0 or E4M3; None for ``"fp8"``), or float32 scales
+        Codes of the numbers and of the blocks' scales (E8M0, E4M3 or E5M3; None for ``"fp8"``), or float32 scales
         (``"fp8_rows"``, ``"int8"``, ``"int4"``), to which float16 and bfloat16 are converted. The last axis is ``axis``
         of the original array, padded with zeros to whole blocks. Two codes of 4 bits share a byte, the first in the low
-        half.
-    format : str
-        Name of the format.
+        half; those of 2 to 7 bits, and of 4 bits without blocks, have a byte each, with the sign in their highest bit.
+    format : str or Format
+        Name of the format, or the format.
     shape, axis : tuple of int, and int
         Shape of the original array, and the axis of the blocks.
-    scale : float, or array of shape ()
-        Scale of the whole array, a positive float32 number. Required for ``"nvfp4"`` and ``"fp8"``; 1 for the others.
+    scale : float, or array
+        Scale of the whole array, a positive float32 number, or those of the indices of its leading axes without
+        ``axis``: of shape (experts,) one for each matrix of a stack, of shape (..., vectors) one for each vector.
+        Required for formats with one, such as ``"nvfp4"`` and ``"fp8"``; 1 for the others.
     zeros : array of uint8, shape (..., blocks), optional
         The codes of zero in the blocks of affine ``"int4"``.
 
@@ -92,7 +86,7 @@ class QuantizedArray(Prepared):
     format: str
     shape: tuple[int, ...]
     axis: int
-    scale: float = nan
+    scale: Any = nan
     zeros: Any = None
     #: The transpose, and the view of the numbers without the array's scale; made when they are first read.
     _transposed: QuantizedArray | None = field(init=False, default=None)
@@ -108,7 +102,8 @@ class QuantizedArray(Prepared):
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
         axis = checked_axis(self.axis, len(whole))
-        scale = _checked_scale(self.scale, row)
+        others, *_ = axis_layout(whole, axis, row)
+        scale = _checked_scale(self.scale, row, others)
         fields: dict[str, Any] = {"format": row.name, "shape": whole, "axis": axis, "scale": scale}
         for name, shape in zip(_PARTS, part_shapes(whole, axis, row), strict=True):
             array = getattr(self, name)
@@ -148,15 +143,18 @@ class QuantizedArray(Prepared):
                 f"a quantised array of shape {self.shape} has no transpose; it needs two axes"
             )
         codes, scales, zeros = self._parts
+        scale = self.scale
         axis = self.axis
         last = self.ndim - 1
         if axis >= last - 1:
             axis = 2 * last - 1 - axis
         else:
             codes, scales, zeros = (None if x is None else x.swapaxes(-3, -2) for x in self._parts)
+            if self._has_scales:
+                scale = self._scale_of_vectors().swapaxes(-2, -1)
         *batch, rows, columns = self.shape
         shape = (*batch, columns, rows)
-        transposed = QuantizedArray(codes, scales, self.format, shape, axis, self.scale, zeros)
+        transposed = QuantizedArray(codes, scales, self.format, shape, axis, scale, zeros)
         object.__setattr__(self, "_transposed", transposed)
         return self.T
 
@@ -185,6 +183,17 @@ class QuantizedArray(Prepared):
         return int4(group, symmetric=self.zeros is None)
 
     @property
+    def _has_scales(self) -> bool:
+        """Whether the scale is an array."""
+        return not isinstance(self.scale, float)
+
+    def _scale_of_vectors(self) -> Any:
+        """Return the scales of an array in the shape of its other axes than ``axis``."""
+        others, *_ = axis_layout(self.shape, self.axis, self._row)
+        scale = self.scale.reshape((*self.scale.shape, *[1] * (len(others) - self.scale.ndim)))
+        return array_module(scale).broadcast_to(scale, others)
+
+    @property
     def _like(self) -> Any:
         return self.codes
 
@@ -201,8 +210,13 @@ class QuantizedArray(Prepared):
         if row.block:
             strides = [*contiguous_strides((*others, padded))]
         strides.insert(self.axis, strides.pop())
-        blocks = Blocks(row.name, self.axis - last - 1, row)
-        dtype = _DTYPES[row.scales]
+        dtype = row.widened
+        name = row.name
+        if self._has_scales:  # kernels do not read these
+            dtype = DType.FLOAT32
+            name += ", scaled"
+            row = replace(row, block=row.block or WHOLE)
+        blocks = Blocks(name, self.axis - last - 1, row)
         view = ArrayView(
             dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address
         )
@@ -214,16 +228,18 @@ class QuantizedArray(Prepared):
         return quantized_view
 
     def _widened(self) -> ArrayView:
-        """Return the view of new memory with the numbers, without the array's scale; blocks are whole."""
-        label = _DTYPES[self._row.scales].label
-        values = cast(self._values(1.0), label)
+        """Return the view of new memory with the numbers, without the array's only scale; blocks are whole."""
+        if self._has_scales:
+            values = self._values(self.scale)
+        else:
+            values = cast(self._values(1.0), self._row.widened.label)
         return library_of(values).view(values)
 
     def _stored(self) -> tuple[ArrayView, ...]:
         """Return the views of codes and scales."""
         return tuple(codes_view(x) for x in self._parts if x is not None)
 
-    def _values(self, scale: float) -> Any:
+    def _values(self, scale: Any) -> Any:
         """Return the numbers in float32 times a scale, padded, with the axis of the blocks last, contiguous.
 
         The array is NumPy's in host memory.
@@ -236,16 +252,31 @@ class QuantizedArray(Prepared):
         codes, scales, zeros = self._parts
         if on_host:
             codes, scales, zeros = (None if x is None else np.asarray(x) for x in self._parts)
-        count = prod(codes.shape if scales is None else scales.shape)
         codes_per_block = (row.block or 1) * row.bits // 8
+        count = prod(codes.shape) // codes_per_block
         codes = codes.reshape((count, codes_per_block))
+        numbers = None
+        if row.looked_up:
+            numbers = np.array(numbers_of_codes(row.looked_up), np.float32)
+            numbers = numbers if on_host else adopted(numbers, self.codes)
+        lengths, _, padded = axis_layout(self.shape, self.axis, row)
+        of_blocks = None
+        if not isinstance(scale, float):
+            of_blocks = self._scale_of_vectors()
+            of_blocks = np.asarray(of_blocks) if on_host else of_blocks
+            of_blocks = xp.broadcast_to(
+                of_blocks[..., None], (*lengths, count // max(prod(lengths), 1))
+            )
         values = []
         with np.errstate(all="ignore"):
             for i in ranges(count, row, xp):
                 of_scales = part_of(scales, i, count)
                 of_zeros = part_of(zeros, i, count)
-                values.append(block_codes.decode(codes[i], of_scales, of_zeros, row, scale, xp))
-        lengths, _, padded = axis_layout(self.shape, self.axis, row)
+                if of_blocks is not None:
+                    scale = part_of(of_blocks, i, count)
+                values.append(
+                    block_codes.decode(codes[i], of_scales, of_zeros, row, scale, xp, numbers)
+                )
         return joined(values, (*lengths, padded), xp)
 
     def __repr__(self) -> str:
@@ -266,32 +297,8 @@ class QuantizedArray(Prepared):
         )
 
 
-def encoded(
-    x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str
-) -> QuantizedArray:
-    """Return an array in a narrow format, by the functions of its library, or by NumPy in host memory."""
-    if view.device.is_host:
-        xp = np
-        source = view.ndarray()
-    else:
-        xp = array_module(x)
-        source = x
-    of_axis = row.of_length(view.shape[axis])
-    source = blocks_of(xp.moveaxis(source, axis, -1), of_axis, xp)
-    with np.errstate(all="ignore"):
-        parts = [source[i] for i in ranges(len(source), of_axis, xp)]
-        scale = array_scale(parts, row, xp)
-        found = [block_codes.encode(part, row, scale, xp, scale_rule) for part in parts]
-    shapes = part_shapes(view.shape, axis, row)
-    columns = zip(*found, strict=True)
-    stored = [
-        joined(column, shape or (), xp) for column, shape in zip(columns, shapes, strict=False)
-    ]
-    return quantized_array(x, view.shape, row, axis, stored, scale)
-
-
 def quantized_array(
-    x: Any, shape: Shape, row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
+    x: Any, shape: Shape, row: BlockFormat, axis: int, stored: Sequence[Any], scale: Any
 ) -> QuantizedArray:
     """Return codes and scales, in host memory or of the library of ``x``, as arrays of this library."""
     parts = [None if part is None else adopted(part, x) for part in stored]
@@ -299,17 +306,23 @@ def quantized_array(
     return QuantizedArray(codes, scales, row.name, shape, axis, scale, zeros)
 
 
-def parse_format(name: str) -> BlockFormat:
-    """Return the format of this name, in any case; raise DTypeError if there is none."""
-    row = None
+def parse_format(name: str | Format) -> BlockFormat:
+    """Return the format of this name or text, in any case, or value; raise DTypeError if there is none."""
+    if isinstance(name, Format):
+        return stored_format(name)
+    known = (*BLOCK_FORMATS, *NAMED)
     if isinstance(name, str):
-        row = BLOCK_FORMATS.get(name.strip().lower())
-    if row is None:
-        raise DTypeError(
-            f"format {quoted(name)} is not a narrow format; choose one of: {', '.join(BLOCK_FORMATS)}"
-            f"{did_you_mean(name, BLOCK_FORMATS)}"
-        )
-    return row
+        text = name.strip().lower()
+        if text in BLOCK_FORMATS:
+            return BLOCK_FORMATS[text]
+        if text in NAMED:
+            return stored_format(NAMED[text])
+        if ":" in text:
+            return stored_format(Format.parse(text))
+    raise DTypeError(
+        f"format {quoted(name)} is not a narrow format; choose one of: {', '.join(known)}, or pass a lowprec.Format"
+        f"{did_you_mean(name, known)}"
+    )
 
 
 def int4(group: int, *, symmetric: bool) -> BlockFormat:
@@ -329,13 +342,23 @@ def checked_axis(axis: int, ndim: int) -> int:
         raise ShapeError(f"axis: {error}") from None
 
 
-def _checked_scale(scale: Any, row: BlockFormat) -> float:
-    """Return the scale of an array, 1 for a missing one that the format does not need; raise SettingError."""
-    if (
-        not isinstance(scale, numbers.Real)
-        and getattr(scale, "shape", None) == ()
-        and hasattr(scale, "item")
-    ):
+def _checked_scale(scale: Any, row: BlockFormat, others: Shape) -> Any:
+    """Return the scale of an array, 1 for a missing one that the format does not need; raise SettingError.
+
+    One with axes has the leading ones of the ``others``.
+    """
+    shape = tuple(getattr(scale, "shape", ()))
+    if shape:
+        if shape != others[: len(shape)]:
+            raise ShapeError(
+                f"scale of shape {shape} has not the leading axes of {others}, the axes of the array without that of "
+                "the blocks"
+            )
+        scale = _checked_part("scale", scale, is_float=True)
+        if not array_module(scale).all((scale > 0) & (scale < inf)):
+            raise SettingError(f"scales of {row.name} are positive numbers, got others")
+        return scale
+    if not isinstance(scale, numbers.Real) and hasattr(scale, "item"):
         scale = float(scale.item())  # of a scalar array
     is_number = isinstance(scale, numbers.Real)
     if is_number and isnan(scale) and not row.has_scale:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from lowprec.arrays.encoding import encoded, encoded_by_rule
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import dtype_name
 from lowprec.arrays.quantized import (
     QuantizedArray,
     checked_axis,
-    encoded,
     int4,
     parse_format,
     part_shapes,
@@ -19,6 +19,7 @@ from lowprec.backends.cpu import quantizing
 from lowprec.errors import DTypeError, SettingError, quoted
 from lowprec.formats import FLOAT8_E8M0FNU, FormatName
 from lowprec.recipes import ScaleRule
+from lowprec.rounding_rules import Format
 from lowprec.util.tracing import uncompiled
 
 _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
@@ -28,7 +29,7 @@ _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
 def quantize(
     x: Any,
     /,
-    format: FormatName,  # noqa: A002 - the usual term
+    format: FormatName | str | Format,  # noqa: A002 - the usual term
     axis: int = -1,
     *,
     scale_rule: ScaleRule = "floor",
@@ -46,17 +47,20 @@ def quantize(
     ----------
     x : array of float32, float64, float16 or bfloat16, shape (..., n, ...)
         Numbers to quantise.
-    format : str
+    format : str or Format
         - ``"mxfp8"``, ``"mxfp4"``: E4M3 or E2M1 in blocks of 32 with a power of two (E8M0) as scale;
         - ``"nvfp4"``: E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale of the array;
         - ``"fp8"``: E4M3 with a float32 scale of the array;
         - ``"fp8_rows"``, ``"int8"``: E4M3, or integers from -127 to 127, with a float32 scale for each vector along the
           axis;
-        - ``"int4"``: integers from -8 to 7, or from 0 to 15, with a float32 scale for each group.
+        - ``"int4"``: integers from -8 to 7, or from 0 to 15, with a float32 scale for each group;
+        - a :class:`lowprec.Format`, its text or its name, such as ``"mxfp6"``: products read the numbers in float32 or
+          bfloat16. float64 is rounded to float32 first, and elements without NaN and with float32 scales refuse numbers
+          that are not finite.
     axis : int
         Axis that is divided into blocks; of an operand, the axis that is summed over.
     scale_rule : {"floor", "rceil", "even"}
-        Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
+        Scale of a block with a power of two: the power of two by which the largest magnitude gets the
         exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
         of it; the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine; or the first
         of the largest magnitude as it is rounded to the bits of an element, as in compressed-tensors and torchao.
@@ -74,7 +78,9 @@ def quantize(
     ------
     ArrayError, DTypeError, ShapeError
         ``x`` cannot be read in place (a tracer, a tensor that requires grad), has another element type or not this
-        axis; or the format or the rule is unknown (DTypeError).
+        axis, or a NaN that the format lacks; or the format is unknown (DTypeError).
+    SettingError
+        The rule is unknown or has no effect, or the text is not a format.
 
     Examples
     --------
@@ -110,4 +116,6 @@ def quantize(
         of_codes, of_scales, _ = part_shapes(view.shape, axis, row)
         stored, scale = quantizing.encode(view, axis, row, scale_rule, (of_codes, of_scales))
         return quantized_array(x, view.shape, row, axis, stored, scale)
+    if row.looked_up:
+        return encoded_by_rule(x, view, row, axis, scale_rule)
     return encoded(x, view, row, axis, scale_rule)

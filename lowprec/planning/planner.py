@@ -355,7 +355,7 @@ def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
     if not reads_codes_of_b(plan):
         operands["b"] = plan.problem.b
     for name, spec in operands.items():
-        if spec.blocks and spec.blocks.row.scales:
+        if spec.blocks and spec.blocks.row.block:
             reason = Reason.of(ReasonKind.WIDENED, format=spec.blocks.format, dtype=spec.dtype)
             nbytes = spec.dtype.itemsize * prod(spec.shape)
             copies.append(Copy(name, (reason,), nbytes))

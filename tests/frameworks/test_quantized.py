@@ -13,7 +13,7 @@ from lowprec.arrays.namespaces import cast
 from lowprec.arrays.view import Device
 from lowprec.formats import BLOCK_FORMATS
 
-FORMATS = tuple(BLOCK_FORMATS)
+FORMATS = (*BLOCK_FORMATS, "mxfp6", "nvfp4_rows", "e4m3ieee:block=64", "fp8_fnuz")
 
 
 def draw(*shape):
@@ -30,12 +30,8 @@ def same(found, want):
     assert (found.scales is None) == (want.scales is None)
     if want.scales is not None:
         np.testing.assert_array_equal(np.asarray(found.scales), want.scales)
-    assert (found.scale, found.shape, found.axis, found.format) == (
-        want.scale,
-        want.shape,
-        want.axis,
-        want.format,
-    )
+    np.testing.assert_array_equal(np.asarray(found.scale), want.scale)
+    assert (found.shape, found.axis, found.format) == (want.shape, want.axis, want.format)
     np.testing.assert_array_equal(np.asarray(found.dequantize()), want.dequantize())
 
 
@@ -152,7 +148,19 @@ def test_scales_of_other_types_and_scalar_arrays(backend, rng):
     x = lowprec.quantize(xp.asarray(rng.standard_normal((4, 64)).astype(np.float32)), "nvfp4")
     for scale in (np.float32(x.scale), xp.asarray(np.array(x.scale, np.float32))):
         same(lowprec.QuantizedArray(x.codes, x.scales, "nvfp4", x.shape, x.axis, scale), x)
-    with pytest.raises(lowprec.SettingError, match="scale of nvfp4 is a positive number"):
+    scales = np.float32([1, 2, 0.5, 4])
+    found = lowprec.QuantizedArray(
+        x.codes, x.scales, "nvfp4", x.shape, x.axis, xp.asarray(scales * np.float32(x.scale))
+    )
+    numbers = np.asarray(x.dequantize()) * scales[:, None]  # powers of two
+    np.testing.assert_array_equal(np.asarray(found.dequantize()), numbers)
+    np.testing.assert_allclose(
+        np.asarray(lowprec.matmul(x.dequantize(), found.T)),
+        np.asarray(x.dequantize()) @ numbers.T,
+        rtol=0,
+        atol=64 * 2.0**-24 * 64 * 16 * 4,
+    )
+    with pytest.raises(lowprec.ShapeError, match=r"scale of shape \(2,\) has not the leading axes"):
         lowprec.QuantizedArray(
             x.codes, x.scales, "nvfp4", x.shape, x.axis, xp.asarray(np.ones(2, np.float32))
         )

@@ -410,9 +410,9 @@ OTHER = (np.int8, np.int32, bool, np.uint8, np.complex64, ml_dtypes.float8_e4m3f
     ("arguments", "error", "words"),
     [
         (
-            (X, "mxfp6"),
+            (X, "mxfp5"),
             lowprec.DTypeError,
-            r"format 'mxfp6' is not a narrow format; .*mxfp8.*did you mean 'mx",
+            r"format 'mxfp5' is not a narrow format; .*mxfp8.*did you mean 'mx",
         ),
         ((X, 4), lowprec.DTypeError, "format 4 is not a narrow format"),
         (

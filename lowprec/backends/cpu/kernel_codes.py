@@ -29,7 +29,8 @@ def reordered(view: QuantizedView) -> KernelCodes | None:
     """Return a copy of codes in the order of the kernels; None if no kernel has an order for them."""
     row = view.blocks.row
     units = [library.UNITS.index(name) for name in library.units() if name.startswith("fp32")]
-    if not (units and row.block and view.blocks.axis >= -2 and view.size):
+    has_kernels = view.blocks.format in library.BLOCK_TYPES
+    if not (units and has_kernels and row.block and view.blocks.axis >= -2 and view.size):
         return None
     unit = max(units, key=library.lanes)
     lanes = library.lanes(unit)
