@@ -6,6 +6,7 @@ native      every unit of this processor; AMX in software where it has none
 fuzz        random products and roundings with buffers that end at protected pages, in other floating-point modes
 haswell     the native program on an emulated Haswell: FP32 and int8 units must give the same bits
 aarch64     compiled by zig, on three emulated processors: the same comparison
+blas        the BLAS calls of programs of other systems, compiled by zig: with musl, and on an emulated AArch64
 sanitized   under the address and undefined-behaviour sanitizers
 threads     under the thread sanitizer
 levels      no instruction of an instruction set is outside the files compiled for it
@@ -30,9 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hatch_build import (  # noqa: E402
+    ALL_UNITS,
     NATIVE,
     OBJECTS,
     OPTIONS,
+    STAMPED,
+    UNITS_IN,
     BuildError,
     architecture,
     compile_sources,
@@ -161,19 +165,26 @@ def emulator(machine: str) -> str | None:
     """Return the path of QEMU for programs of this machine; install it where that is possible."""
     names = (f"qemu-{machine}", f"qemu-{machine}-static")
     found = next(filter(None, map(shutil.which, names)), None)
-    if found is None and shutil.which("apt-get") and getattr(os, "geteuid", lambda: 1)() == 0:
-        for arguments in (
-            ["update", "-qq"],
-            ["install", "-qq", "-y", "--no-install-recommends", "qemu-user-static"],
-        ):
-            subprocess.run(
-                ["apt-get", *arguments],
-                check=False,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+    if found is None:
+        install("qemu-user-static")
         found = shutil.which(names[1])
     return found
+
+
+def install(package: str) -> None:
+    """Install a package of Debian where that is possible."""
+    if not shutil.which("apt-get") or getattr(os, "geteuid", lambda: 1)():
+        return
+    for arguments in (
+        ["update", "-qq"],
+        ["install", "-qq", "-y", "--no-install-recommends", package],
+    ):
+        subprocess.run(
+            ["apt-get", *arguments],
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def check_haswell() -> None:
@@ -185,17 +196,90 @@ def check_haswell() -> None:
         compare("haswell", hashes([qemu, "-cpu", "Haswell", native()], 97, 1, EMULATED))
 
 
+#: The target of wheels for AArch64, the package of Debian with its C library, and the loader in it.
+AARCH64 = "aarch64-linux-gnu.2.17"
+AARCH64_PACKAGE = "libc6-arm64-cross"
+AARCH64_LOADER = Path("/usr/aarch64-linux-gnu/lib/ld-linux-aarch64.so.1")
+MUSL = "x86_64-linux-musl"
+MUSL_LOADER = Path("/lib/ld-musl-x86_64.so.1")
+
+
+def aarch64_command() -> list[str]:
+    """Return the command before a program of AArch64; empty where there is no emulator or no C library."""
+    qemu = emulator("aarch64")
+    if not qemu or not has(AARCH64_LOADER, AARCH64_PACKAGE):
+        return []
+    return [qemu, "-L", str(AARCH64_LOADER.parent.parent)]
+
+
+def has(file: Path, package: str) -> bool:
+    """Whether there is a file of a package of Debian, which is installed where that is possible."""
+    if not file.exists():
+        install(package)
+    return file.exists()
+
+
 def check_aarch64() -> None:
     """Compare NEON on emulated processors with this one."""
-    qemu, compiler = emulator("aarch64"), zig()
-    if qemu is None or compiler is None:
-        print("aarch64: no qemu-aarch64 here, or no zig")
+    compiler, emulated = zig(), aarch64_command()
+    if compiler is None or not emulated:
+        print("aarch64: no qemu-aarch64 here, no C library for it, or no zig")
         return
-    made = program(
-        "aarch64", [*compiler, "-target", "aarch64-linux-musl"], OPTIONS, ["-static", "-nostdlib++"]
-    )
+    made = program("aarch64", [*compiler, "-target", AARCH64], OPTIONS, ["-nostdlib++"])
     for cpu, variants in (("max", 3), ("neoverse-n1", 1), ("cortex-a72", 1)):
-        compare(cpu, hashes([qemu, "-cpu", cpu, made], 97, variants, EMULATED))
+        compare(cpu, hashes([*emulated, "-cpu", cpu, made], 97, variants, EMULATED))
+
+
+def check_blas() -> None:
+    """Preload the library into a program that compares the results of a BLAS, whose functions only end the program."""
+    compiler, emulated = zig(), aarch64_command()
+    if compiler is None or architecture(platform.machine()) != "x86_64":
+        print("blas: no zig here, or no x86-64")
+        return
+    if has(MUSL_LOADER, "musl"):
+        run_blas(MUSL, [], 0b11)
+    else:
+        print("blas: no musl here")
+    if emulated:
+        run_blas(AARCH64, emulated, ALL_UNITS)
+    else:
+        print("blas: no qemu-aarch64 here, or no C library for it")
+
+
+def run_blas(target: str, emulated: list[str], units: int) -> None:
+    """Compile the library with these units for a target and preload it."""
+    made = blas_program([*(zig() or []), "-target", target], units)
+    variables = [f"LD_PRELOAD={made.with_name('libkernels.so')}", "LOWPREC_BLAS=bf16"]
+    options = [word for x in variables for word in ("-E", x)]
+    command = [*emulated, *options] if emulated else ["env", *variables]
+    done = subprocess.run(
+        [*command, str(made), str(2.0**-8)], capture_output=True, text=True, check=False
+    )
+    text = done.stdout + done.stderr
+    lines = [x for x in text.splitlines() if "failures" in x or "taken," in x]
+    print(f"{target}: {'; '.join(lines)}")
+    if done.returncode or not any(": 1950 taken, 1 passed by" in x for x in lines):
+        raise SystemExit(f"{text[-2000:]}\nblas: {target} failed")
+
+
+def blas_program(compiler: list[str], units: int) -> Path:
+    """Compile a program, its BLAS and the library for a target."""
+    folder = OBJECTS / f"blas-{compiler[-1]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*compiler, *OPTIONS]
+    sources = [x for x in sorted(NATIVE.glob("*.cpp")) if UNITS_IN.get(x.stem, ALL_UNITS) & units]
+    objects = compile_sources(command, [x for x in sources if x.stem not in STAMPED])
+    stamped = [x for x in sources if x.stem in STAMPED]
+    objects += compile_sources([*command, f"-DLP_BUILT={units:#x}"], stamped)
+    shared = [*command, "-shared", "-nostdlib++", "-o"]
+    stub = [str(folder / "libstub.so"), str(CHECKS / "blas_stub.cpp"), "-fvisibility=default"]
+    run([*shared, str(folder / "libkernels.so"), *objects, "-lpthread"])
+    run([*shared, *stub])
+    names = ["-DBLAS_PREFIX=", "-DBLAS_END=", "-DBLAS_INT=int32_t"]
+    made = folder / "program"
+    linked = [stub[0], f"-Wl,-rpath,{folder}"]
+    run([*compiler, "-O1", *names, str(CHECKS / "blas_program.cpp"), "-o", str(made), *linked])
+    return made
 
 
 def check_style() -> None:
@@ -314,7 +398,8 @@ def check_levels() -> None:
 
 def main(names: list[str]) -> None:
     """Run the named checks."""
-    for name in names or ["style", "levels", "native", "fuzz", "haswell", "aarch64", "sanitized"]:
+    default = ["style", "levels", "native", "fuzz", "haswell", "aarch64", "blas", "sanitized"]
+    for name in names or default:
         if name in SANITIZERS:
             check_sanitized(name)
         else:

@@ -5,6 +5,7 @@ The programs are compiled here, for the OpenBLAS of NumPy (64-bit integers) and 
 
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,29 @@ def test_a_mode_without_a_kernel_is_named(programs):
     assert seen.code == 0
     reason = "the BLAS calls of a program are not taken in fp64, which has no compiled kernel"
     assert seen.err == f"lowprec run --intercept: {reason}\n"
+
+
+@pytest.mark.parametrize(
+    ("loader", "bits", "reason"),
+    [
+        ("", 2, "it is linked statically"),
+        ("/lib/ld-other.so.1", 2, r"its loader is ld-other\.so\.1, that of this Python ld-\S+"),
+        ("", 1, r"its loader is one of 32 bits, that of this Python ld-\S+"),
+    ],
+    ids=["static", "another C library", "32 bits"],
+)
+def test_a_program_that_cannot_load_the_library_starts_without_it(loader, bits, reason):
+    """The file has the headers of ELF alone, so the system refuses it afterwards."""
+    header = struct.pack("<4sB27xQ14xHH6x", b"\x7fELF", bits, 64, 56, bool(loader))
+    interpreter = struct.pack("<I4xQ16xQ16x", 3, 64 + 56, len(loader) + 1)
+    Path("program").write_bytes(header + interpreter + loader.encode() + b"\0")
+    Path("program").chmod(0o755)
+    seen = launched("bf16", "./program")
+    first, second, *_ = seen.err.splitlines()
+    assert re.fullmatch(
+        rf"lowprec run --intercept: the BLAS calls of \./program are not taken: {reason}", first
+    )
+    assert second.startswith("lowprec: run: cannot start ./program: ")
 
 
 def test_a_python_program_is_numpy_s():

@@ -168,8 +168,9 @@ void search_all(bool back) {
     list_libraries(all);
     for (int i = 0; i < all.list.size; i++) {
         const Library& each = all.list.at[i];
-        // Held, so that it is not unloaded; another one may be there by now.
-        void* handle = each.name ? dlopen(*each.name ? each.name : nullptr, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+        // Held, so that it is not unloaded; another one may be there by now. The program, the first in the list, has no
+        // name in glibc, and in musl one under which it is not found.
+        void* handle = each.name ? dlopen(i ? each.name : nullptr, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
         link_map* map = nullptr;
         if (handle && !dlinfo(handle, RTLD_DI_LINKMAP, (void*)&map) && map->l_addr == each.base &&
             (void*)each.base != ours.dli_fbase)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,10 @@ STARTUP = str(Path(__file__).resolve().parent / "startup")
 _OPTION = re.compile(r"-(?=.)([^-cmWX]*)(?:([cmWX])(.*))?", re.DOTALL)
 _PROGRAM = ("c", "m")
 _LONG = "--check-hash-based-pycs"
+
+#: The class of an ELF file, and the type of the program header with the path of the loader.
+_64_BITS = 2
+_INTERPRETER = 3
 
 #: On Windows `exec` starts a second process, and the caller loses its exit code.
 _REPLACES = os.name != "nt"
@@ -147,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
     if options.intercept:
         hooks["intercept"] = _json(rules)
         if foreign:
-            hooks["preloaded"] = _preloaded(rules)
+            hooks["preloaded"] = _preloaded(rules, foreign[0])
         elif _REPLACES:
             hooks["folder"] = tempfile.mkdtemp(prefix="lowprec-run-")
     variables = environment.child_environment(STARTUP, mode, guard=guard, force=force, **hooks)
@@ -209,12 +214,47 @@ def _command(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _preloaded(rules: Rules) -> tuple[str, str] | None:
+def _preloaded(rules: Rules, program: str) -> tuple[str, str] | None:
     try:
-        return blas.preloaded(rules)
+        preloaded = blas.preloaded(rules)
+        _check_loader(program)
+        return preloaded
     except UnsupportedError as error:
         note(f"lowprec run --intercept: {error}")
         return None
+
+
+def _check_loader(program: str) -> None:
+    """Raise for a program whose loader cannot preload the library of this Python."""
+    try:
+        own = _loader("/proc/self/exe")
+        other = _loader(shutil.which(program) or program)
+    except (OSError, struct.error):
+        return  # a file that may be executed alone, or is damaged
+    if other in (None, own):
+        return
+    reason = (
+        f"its loader is {other}, that of this Python {own}" if other else "it is linked statically"
+    )
+    raise UnsupportedError(f"the BLAS calls of {program} are not taken: {reason}")
+
+
+def _loader(path: str) -> str | None:
+    """Return the name of the loader of an ELF file, empty if it has none; None for other files, such as scripts."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        if not header.startswith(b"\x7fELF"):
+            return None
+        if header[4] != _64_BITS:
+            return "one of 32 bits"
+        table, size, count = struct.unpack("<32xQ14xHH6x", header)
+        for number in range(count):
+            file.seek(table + number * size)
+            kind, offset, length = struct.unpack("<I4xQ16xQ", file.read(40))
+            if kind == _INTERPRETER:
+                file.seek(offset)
+                return os.path.basename(file.read(length).rstrip(b"\0").decode())
+    return ""
 
 
 def _program(options: argparse.Namespace) -> list[str]:
