@@ -16,9 +16,9 @@ import numpy as np
 from lowprec.core.interception import Alone, Interception
 from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import compare_lines
-from lowprec.core.recording import ANY_PASS, NO_LAYER, Recorder, distance, norm
+from lowprec.core.recording import ANY_PASS, NO_LAYER, Kind, Recorder, Run, distance, norm
 from lowprec.core.rules import RulesLike, shown
-from lowprec.core.run_report import LayerError, Run, RunComparison, compared
+from lowprec.core.run_report import LayerError, RunComparison, compared
 from lowprec.errors import SettingError, quoted
 from lowprec.interception import intercept
 from lowprec.modes import Mode, ModeLike, parse_mode, row
@@ -99,7 +99,7 @@ def compare(
 def _alone(run: Run, reference: Mode) -> dict[str, dict[str, Mode]]:
     """Return the modes of each layer alone; of a layer with products in two modes, a quantising one."""
     modes: dict[str, Mode] = {}
-    for x in run.observed:
+    for x in _kinds(run):
         if x.phase == ANY_PASS:
             continue
         mode = parse_mode(x.mode or reference)
@@ -111,8 +111,12 @@ def _alone(run: Run, reference: Mode) -> dict[str, dict[str, Mode]]:
 
 def _of_calls(run: Run, reference: Mode) -> list[str]:
     """Return the layers of JAX and NumPy in another mode: functions and lines, for which there are no rules."""
-    found = [x for x in run.observed if x.phase == ANY_PASS and x.mode not in ("", str(reference))]
+    found = [x for x in _kinds(run) if x.phase == ANY_PASS and x.mode not in ("", str(reference))]
     return list(dict.fromkeys(x.layer for x in found))
+
+
+def _kinds(run: Run) -> list[Kind]:
+    return list(dict.fromkeys(x.kind for x in run.observed))
 
 
 def _recorded(
@@ -124,7 +128,7 @@ def _recorded(
         numbers = list(_numbers(function()))
         scope.settle()
     others = [p for part in scope.parts for p in part.unobserved()]
-    return Run(recorder.products if recorder else (), others), numbers
+    return (recorder.run(others) if recorder else Run()), numbers
 
 
 def _same_random_numbers() -> AbstractContextManager[Any]:
@@ -177,7 +181,7 @@ class ProcessRecord:
         self._others += library.unobserved()
 
     def write(self) -> None:
-        write_file(self._path, pickle.dumps(Run(self.recorder.products, self._others)))
+        write_file(self._path, pickle.dumps(self.recorder.run(self._others)))
 
 
 def read_record(path: str) -> Run | None:
@@ -197,7 +201,7 @@ def compare_programs(
     expected: Sequence[str],
 ) -> RunComparison:
     """Return the report of two runs of a program, of their products and printed lines, the reference's last."""
-    run, reference = (each or Run(()) for each in runs)
+    run, reference = (each or Run() for each in runs)
     printed = compare_lines(found, expected)
     notes = list(filter(None, [printed.parting]))
     return compared(mode, against, run, reference, printed.change, notes=notes, lines=printed.lines)

@@ -7,8 +7,7 @@ and no Python runs in a product. Inner loops of NumPy's products are replaced, t
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from lowprec.core.interception_report import (
 )
 from lowprec.core.ledger import LedgerRow
 from lowprec.core.operand_statistics import operand_statistics
-from lowprec.core.recording import ANY_PASS, Observed, Recorder, fault_text
+from lowprec.core.recording import ANY_PASS, Kind, Recorder
 from lowprec.core.rules import RulesLike
 from lowprec.errors import ModeError
 from lowprec.modes import parse_mode
@@ -51,8 +50,6 @@ _REASONS = (
     PassedBy.LAYER,
     PassedBy.OWN_LOOP,
 )
-#: By the bits of ``lp_blas_observed``.
-_FAULTS = ("", "NaN", "Inf", "NaN")
 #: NumPy's letters of the letters of the BLAS.
 _LETTERS = {b"s": "f", b"c": "F", b"z": "D"}
 _NOT_SEEN = (
@@ -173,9 +170,7 @@ class intercept(Interception):
             shapes = ((x.m, x.k), (x.k, x.n)) if x.m else ()
             self.ledger.add_sum(row, x.calls, x.multiplications, x.m * x.n * x.k, shapes)
         if self.recorder is not None:
-            self.recorder.products += [
-                _observed(self.recorder, scope, *each) for each in blas.take_observed(scope)
-            ]
+            _record(self.recorder, scope)
         for x in blas.take_counts(None):
             self.ledger.mention(_row(x, "", "", PassedBy.OTHER_THREAD))
 
@@ -220,35 +215,29 @@ class intercept(Interception):
         return [*cast, _NOT_SEEN]
 
 
-def _observed(
-    recorder: Recorder,
-    scope: blas.Scope,
-    x: blas.ObservedProducts,
-    sketch: Any,
-    vectors: Sequence[Any],
-) -> Observed:
-    """Return a record of C; the layer is the function and line that calls, and the routine."""
-    routine = blas.routine(x.routine)
-    layer = " ".join(filter(None, (x.caller.decode(errors="replace"), f"({routine})")))
-    mode = "" if x.reason else _mode(scope, x.mode)
-    error = None
-    if mode and (x.is_compared or recorder.reference in (None, mode)):
-        error = math.sqrt(x.error)
-    fault = _FAULTS[x.fault]
-    if fault:
-        of_factors = (_FAULTS[x.fault_of_a], _FAULTS[x.fault_of_b])
-        reference = recorder.reference if x.is_compared else None
-        fault = fault_text(fault, of_factors, mode, reference, _FAULTS[x.fault_again])
-    shape = (x.m, x.n) if x.m else ()
-    of_operands = (NO_STATISTICS, NO_STATISTICS)
-    if mode and vectors:
-        a, b = vectors
-        of_operands = operand_statistics(a, b.T, parse_mode(mode))
-    return Observed(
-        layer, ANY_PASS, routine, mode, x.multiplications, shape, math.sqrt(x.square),
-        sketch if x.sums else None, error, math.sqrt(x.reference), fault, *of_operands,
-        x.calls,
-    )  # fmt: skip
+def _record(recorder: Recorder, scope: blas.Scope) -> None:
+    """Record the products of a scope; the layer is the function and line that calls, and the routine."""
+    order = blas.take_order(scope)
+    places = blas.take_sites(scope)
+    kinds = [_kind(scope, place) for place, _ in places]
+    steps, numbers = np.unique(order, axis=0, return_inverse=True)
+    shapes = [(*kinds[place][:3], (m, n)) for place, m, n in steps.tolist()]
+    first = recorder.add_steps(shapes, numbers.reshape(-1))
+    for kind, (_, records) in zip(kinds, places, strict=True):
+        for sums in records:
+            of_operands = (NO_STATISTICS, NO_STATISTICS)
+            if kind.mode and sums.sampled:
+                a, b = sums.sampled
+                of_operands = operand_statistics(a, b.T, parse_mode(kind.mode))
+            recorder.add_sums(kind, sums, first - scope.recorded, of_operands)
+    scope.recorded += len(order)
+
+
+def _kind(scope: blas.Scope, place: blas.Place) -> Kind:
+    routine = blas.routine(place.routine)
+    layer = " ".join(filter(None, (place.caller.decode(errors="replace"), f"({routine})")))
+    mode = "" if place.reason else _mode(scope, place.mode)
+    return Kind(layer, ANY_PASS, routine, mode)
 
 
 def _mode(scope: blas.Scope, number: int) -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lowprec import policy
 from lowprec.arrays import CPU
-from lowprec.backends.cpu import descriptions, library, quantizing, threads
+from lowprec.backends.cpu import descriptions, library, observing, quantizing, threads
 from lowprec.backends.cpu.device import capabilities
 from lowprec.backends.cpu.library import untaken  # noqa: F401 - for other packages
 from lowprec.core.rules import ALL, Rules, first_match, names
@@ -30,6 +29,8 @@ _POINTER = ctypes.c_void_p
 _ANY_K = 2**63 - 1
 _NO_MODE = -1
 _MOST_ROWS = 640
+_MOST_PLACES = 1024
+_MOST_STEPS = 1 << 14
 #: Extents of the product whose kernel and scheme are those of every product of a program.
 _SHAPE = (1000, 1000)
 
@@ -82,18 +83,12 @@ class Count(ctypes.Structure):
     )  # fmt: skip
 
 
-class ObservedProducts(ctypes.Structure):
-    """``lp_blas_observed``, before its sketch."""
+class Place(ctypes.Structure):
+    """``lp_blas_site``."""
 
     _fields_ = (
-        ("next", _POINTER),
-        *((name, _I64) for name in ("calls", "multiplications", "m", "n", "k")),
-        *((name, ctypes.c_double) for name in ("square", "error", "reference")),
-        ("sums", _I64),
-        *((name, _I32) for name in ("routine", "reason", "mode", "is_compared")),
-        *((name, _I32) for name in ("fault", "fault_of_a", "fault_of_b", "fault_again")),
-        ("vectors", _I32 * 2), ("length", _I32 * 2),
-        ("letter", ctypes.c_char), ("caller", ctypes.c_char * 103),
+        ("first", _POINTER), *((name, _I32) for name in ("routine", "reason", "mode")),
+        ("letter", ctypes.c_char), ("caller", ctypes.c_char * 103), ("pad", _I32 * 2),
     )  # fmt: skip
 
 
@@ -252,6 +247,7 @@ class Scope:
 
     #: Null until the scope exists, also if an exception of a handler comes before.
     address: int | None = None
+    recorded = 0  # products whose order has been taken
 
     def __init__(self, rules: Blas) -> None:
         self.rules = rules
@@ -286,27 +282,23 @@ def take_counts(scope: Scope | None) -> list[Count]:
     return rows[:size]
 
 
-def take_observed(scope: Scope) -> Iterator[tuple[ObservedProducts, Any, list[Any]]]:
-    """Yield the observed products since the last call, with their sketches and the first vectors of both operands."""
-    first = _function("take_observed", _POINTER, _POINTER)(scope.address)
-    try:
-        address = first
-        while address:
-            found = ObservedProducts.from_address(address)
-            end = address + ctypes.sizeof(ObservedProducts)
-            sums = np.frombuffer(ctypes.string_at(end, 8 * found.sums))
-            vectors = []
-            if found.length[0]:
-                end += sums.nbytes
-                for shape in zip(found.vectors, found.length, strict=True):
-                    size = 4 * math.prod(shape)
-                    numbers = np.frombuffer(ctypes.string_at(end, size), np.float32)
-                    vectors.append(numbers.reshape(shape))
-                    end += size
-            yield found, sums, vectors
-            address = found.next
-    finally:
-        _function("free_observed", None, _POINTER)(first)
+def take_sites(scope: Scope) -> list[tuple[Place, list[observing.Sums]]]:
+    """Return the functions and routines with observed products, and the sums of these since the last call."""
+    places = (Place * _MOST_PLACES)()
+    size = _function("sites", _I64, _POINTER, _POINTER)(scope.address, places)
+    return [(place, observing.taken(place.first)) for place in places[:size]]
+
+
+def take_order(scope: Scope) -> Any:
+    """Return the place, by its number, and the extents of the result of each product since the last call."""
+    parts: list[Any] = []
+    while not parts or len(parts[-1]) == _MOST_STEPS:
+        steps = np.empty((_MOST_STEPS, 3), np.int32)
+        size = _function("order", _I64, _POINTER, _POINTER, _I64)(
+            scope.address, steps.ctypes.data, _MOST_STEPS
+        )
+        parts.append(steps[:size])
+    return np.concatenate(parts)
 
 
 @functools.cache

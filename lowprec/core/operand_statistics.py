@@ -13,7 +13,7 @@ from lowprec.modes import Mode, row, rules_of
 from lowprec.recipes import Rule
 
 #: Numbers of an operand from which comparisons of two runs estimate underflow and clipping.
-SAMPLE = 1 << 14
+SAMPLE = 1 << 12
 
 
 def operand_statistics(

@@ -1,58 +1,68 @@
-"""Records of the products of a run, in their order: their own errors, and sketches to compare two runs.
+"""Records of the products of a run: sums of 1, 2, 4, 8... products of a place, and the order of all products.
 
-A sketch has 1,021 sums of the elements of a result with random signs. The norm of the difference of two sketches is
+A sketch has 1,021 sums of the numbers of all results with random signs. The norm of the difference of two sketches is
 that of the difference of the results, with a standard deviation of 2.2 %.
 """
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.core.interception_report import NO_STATISTICS, OperandStatistics
-from lowprec.modes import Mode
+from lowprec.backends.cpu.observing import BEGINS, IS_FAULTY, Site, Sums, observe, xla_handler  # noqa: F401 - for other packages
+from lowprec.core.interception_report import NO_STATISTICS, InterceptedProduct, OperandStatistics
+from lowprec.modes import Mode, parse_mode
 from lowprec.util.strides import Shape
 
-#: Numbers of a sketch. A prime: the elements of a row, and those of a column, belong to different sums.
-_SUMS = 1021
-_SIGNS = 1024 * _SUMS
-#: Positions by which the sums of the next block of signs are rotated, so that equal signs do not meet.
-_ROTATION = 17
-#: Products of a run that have a sketch, of 8 kB each.
-_MOST_SKETCHES = 8192
-
+#: Products of a run whose order is kept.
+_MOST_STEPS = 1 << 20
 
 NO_LAYER = "(no layer)"
 #: The pass of products of which it is unknown, as JAX's.
 ANY_PASS = "any"
 
 
-class Observed(NamedTuple):
-    """One product of a run."""
+class Kind(NamedTuple):
+    """A place of a program, and the mode of its products."""
 
     layer: str
     # "forward", "grad_input", "grad_weight", "backward" for other gradients, or ANY_PASS
     phase: str
     operator: str
     mode: str  # empty where the library computed it
-    multiplications: int
-    shape: Shape  # of the result
-    norm: float  # of the result
-    sketch: Any  # of the result; None after many products
-    # norm of the difference to the reference's product of the same operands
-    error: float | None = None
-    reference_norm: float = 0.0  # of that product
-    fault: str = ""  # "NaN" or "Inf" in the result, and its origin
-    a: OperandStatistics = NO_STATISTICS
-    b: OperandStatistics = NO_STATISTICS
-    calls: int = 1  # after many products several ones are one, without a shape
 
     @property
     def name(self) -> str:
         return self.layer or NO_LAYER
+
+
+#: Layer, phase and operator of a product, and the shape of its result.
+Step = tuple[str, str, str, Shape]
+
+
+class Observed(NamedTuple):
+    """1, 2, 4, 8... following products of a kind."""
+
+    kind: Kind
+    sums: Sums
+    error: float | None  # norm of the difference to the reference's products of the same operands
+    a: OperandStatistics = NO_STATISTICS  # of the first product
+    b: OperandStatistics = NO_STATISTICS
+
+
+class Run(NamedTuple):
+    """The products of a run: those that were observed, and sums of the others."""
+
+    observed: Sequence[Observed] = ()
+    others: Sequence[InterceptedProduct] = ()
+    steps: Sequence[Step] = ()
+    order: Any = ()  # an index of `steps` for each product
+    fault_at: int = -1  # number of the first product with a fault
+    fault: str = ""  # "NaN" or "Inf" in its result, and the origin
 
 
 class Recorder:
@@ -60,18 +70,71 @@ class Recorder:
 
     def __init__(self, reference: Mode | None = None) -> None:
         self.reference = reference
-        self.products: list[Observed] = []
-        self._calls: dict[tuple[str, str, str], int] = {}
+        self._observed: list[Observed] = []
+        self._sites: dict[Kind, Site] = {}
+        self._statistics: dict[tuple[Kind, int], Any] = {}
+        self._steps: dict[Step, int] = {}
+        self._order = array("i")
+        self._count = 0
+        self._fault = (-1, "")
 
-    def sketch(self, result: np.ndarray[Any, Any]) -> Any:
-        """Return the sketch of the next product."""
-        return sketch(result) if len(self.products) < _MOST_SKETCHES else None
+    def add(
+        self, kind: Kind, shape: Shape, numbers: int, again: int | None, count: int, is_wide: bool,
+        multiplications: int,
+    ) -> tuple[int, bool, bool]:  # fmt: skip
+        """Add a product, as :meth:`Site.add`; return its number, and whether it begins a record and may be faulty."""
+        site = self._sites.get(kind) or self._sites.setdefault(kind, Site())
+        index = self._count
+        self._count += 1
+        if index < _MOST_STEPS:
+            step = (*kind[:3], shape)
+            self._order.append(self._steps.setdefault(step, len(self._steps)))
+        flags = site.add(numbers, again, count, is_wide, multiplications, index)
+        return index, bool(flags & BEGINS), bool(flags & IS_FAULTY)
 
-    def measures_next(self, layer: str, phase: str, operator: str) -> bool:
-        """Count a product; whether its number among those of a layer and pass is a power of two."""
-        key = layer, phase, operator
-        count = self._calls[key] = self._calls.get(key, 0) + 1
-        return count & (count - 1) == 0
+    def add_statistics(self, kind: Kind, index: int, of_operands: Any) -> None:
+        """Record the statistics of the operands of the first product of a record."""
+        self._statistics[kind, index] = of_operands
+
+    def add_steps(self, steps: Sequence[Step], order: Any) -> int:
+        """Record the order of products whose sums are recorded later; return the number of the first one."""
+        numbers = [self._steps.setdefault(step, len(self._steps)) for step in steps]
+        first = self._count
+        self._count += len(order)
+        if len(order):
+            self._order.extend(np.array(numbers)[order].tolist())
+        return first
+
+    def add_sums(
+        self, kind: Kind, sums: Sums, offset: int = 0, of_operands: Any = (NO_STATISTICS,) * 2
+    ) -> None:
+        """Record sums whose products are numbered from ``offset``."""
+        sums = sums._replace(begin=sums.begin + offset, end=sums.end + offset)
+        error = None
+        if sums.is_compared:
+            error = math.sqrt(sums.error)
+        elif kind.mode and self.reference in (None, parse_mode(kind.mode)):
+            error = 0.0
+        self._observed.append(Observed(kind, sums, error, *of_operands))
+        fault, of_a, of_b, again = sums.faults
+        if fault:
+            reference = self.reference if sums.is_compared else None
+            text = fault_text(fault, (of_a, of_b), kind.mode, reference, again)
+            self.add_fault(sums.fault_at + offset, text)
+
+    def add_fault(self, index: int, text: str) -> None:
+        """Record a NaN or Inf of a product, if it is the first one."""
+        if self._fault[0] < 0 or index < self._fault[0]:
+            self._fault = (index, text)
+
+    def run(self, others: Sequence[InterceptedProduct] = ()) -> Run:
+        """Return the products so far."""
+        for kind, site in self._sites.items():
+            for sums in site.take():
+                found = self._statistics.pop((kind, sums.begin), (NO_STATISTICS,) * 2)
+                self.add_sums(kind, sums, 0, found)
+        order = np.array(self._order)
+        return Run(tuple(self._observed), tuple(others), tuple(self._steps), order, *self._fault)
 
 
 def fault_text(
@@ -88,47 +151,15 @@ def fault_text(
     return f"{fault}: by {mode}; the product is finite in {reference}"
 
 
-def sketch(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return sums of elements with random signs; those of at most 1,021 elements are the elements."""
-    flat = real(x).reshape(-1)
-    total = np.zeros(_SUMS)
-    with np.errstate(all="ignore"):
-        for number, first in enumerate(range(0, flat.size, _SIGNS)):
-            total += np.roll(_sums(flat[first : first + _SIGNS]), _ROTATION * number)
-    return total
-
-
 def norm(x: np.ndarray[Any, Any]) -> float:
     """Return the Euclidean norm, without the BLAS."""
+    if np.iscomplexobj(x):
+        return math.hypot(norm(x.real), norm(x.imag))
     with np.errstate(all="ignore"):
-        return float(np.sqrt(np.square(real(x), dtype=np.float64).sum()))
+        return float(np.sqrt(np.square(x, dtype=np.float64).sum()))
 
 
 def distance(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
     """Return the Euclidean norm of a difference."""
     with np.errstate(all="ignore"):
         return norm(x - y)
-
-
-def real(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return real and imaginary parts as one array of real numbers."""
-    if np.iscomplexobj(x):
-        return np.stack([x.real, x.imag])
-    return x
-
-
-def _sums(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    signed = x * _signs()[: x.size]
-    rest = x.size % _SUMS
-    whole = x.size - rest
-    sums: np.ndarray[Any, Any] = signed[:whole].reshape(-1, _SUMS).sum(0, dtype=np.float64)
-    sums[:rest] += signed[whole:]
-    return sums
-
-
-@lru_cache
-def _signs() -> Any:
-    """Return the random signs, the same in all processes."""
-    return (
-        np.random.default_rng(1021).integers(0, 2, _SIGNS, dtype=np.int8).astype(np.float32) * 2 - 1
-    )

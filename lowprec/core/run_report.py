@@ -14,7 +14,7 @@ import numpy as np
 from lowprec import plotting
 from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import PrintedLine
-from lowprec.core.recording import ANY_PASS, Observed
+from lowprec.core.recording import ANY_PASS, NO_LAYER, Observed, Run, Step
 from lowprec.report import Report
 from lowprec.util.atomic import write_file
 from lowprec.util.page import page
@@ -25,13 +25,6 @@ _MOST_NAMED = 3
 _HALF = 0.5
 #: Printed lines that the report shows.
 _MOST_LINES = 10
-
-
-class Run(NamedTuple):
-    """The products of a run: those that were observed, and sums of the others."""
-
-    observed: Sequence[Observed]
-    others: Sequence[InterceptedProduct] = ()
 
 
 class LayerError(NamedTuple):
@@ -217,11 +210,16 @@ def compared(
 ) -> RunComparison:  # fmt: skip
     """Return the report of a run and of that in the reference; ``blame`` is by layer."""
     total = _total(run) or 1
-    sums: dict[tuple[str, str, str], _Errors] = {}
+    rows: dict[tuple[str, str, str], _Errors] = {}
+    end, parting = _parting(run, reference)
+    again = {(x.kind[:3], x.sums[2:4]): x for x in reference.observed}
     for x in run.observed:
-        sums.setdefault((x.name, x.phase, x.mode), _Errors()).add(x)
-    parting = _add_drift(sums, run.observed, reference.observed)
-    layers = [s.row(*key, total, blame or {}) for key, s in sums.items()]
+        row = rows.setdefault((x.kind.name, x.kind.phase, x.kind.mode), _Errors())
+        row.add(x)
+        same = again.get((x.kind[:3], x.sums[2:4]))
+        if same is not None and x.sums.end <= end:
+            row.add_drift(x, same)
+    layers = [each.row(*key, total, blame or {}) for key, each in rows.items()]
     layers += [_unobserved(x, total) for x in run.others]
     if blame:
         layers.sort(key=lambda x: (-_size(x.blame), x.layer, -_size(x.own_error)))
@@ -249,14 +247,19 @@ class _Errors:
         self.underflow = self.clipped = 0.0
 
     def add(self, x: Observed) -> None:
-        self.count += x.calls
-        self.multiplications += x.multiplications
+        self.count += x.sums.calls
+        self.multiplications += x.sums.multiplications
         self.underflow = max(self.underflow, x.a.underflow, x.b.underflow)
         self.clipped = max(self.clipped, x.a.clipped, x.b.clipped)
         if x.error is not None:
             self.is_measured = True
             self.error += x.error**2
-            self.reference += x.reference_norm**2
+            self.reference += x.sums.reference
+
+    @np.errstate(all="ignore")
+    def add_drift(self, x: Observed, reference: Observed) -> None:
+        self.difference += float(np.square(x.sums.sketch - reference.sums.sketch).sum())
+        self.compared += reference.sums.square
 
     def row(
         self, name: str, phase: str, mode: str, total: int, blame: Mapping[str, float]
@@ -278,46 +281,47 @@ class _Errors:
         )
 
 
-@np.errstate(all="ignore")
-def _add_drift(
-    sums: Mapping[Any, _Errors], found: Sequence[Observed], wanted: Sequence[Observed]
-) -> str:
-    """Add the differences of the results of two runs; return the description of the first other product."""
-    calls: dict[tuple[str, str], int] = {}
-    for x, y in zip(found, wanted, strict=False):
-        number = calls[x.name, x.phase] = calls.get((x.name, x.phase), 0) + 1
-        if (x.layer, x.phase, x.operator, x.shape, x.calls) != (
-            y.layer, y.phase, y.operator, y.shape, y.calls
-        ):  # fmt: skip
-            return f"The runs part at product {number} of {_described(x)}: in the reference it is {_described(y)}."
-        if x.sketch is not None and y.sketch is not None:
-            each = sums[x.name, x.phase, x.mode]
-            each.difference += float(np.square(x.sketch - y.sketch).sum())
-            each.compared += y.norm**2
+def _parting(run: Run, reference: Run) -> tuple[float, str]:
+    """Return the number of the first product in which two runs differ, and its description."""
+    known = {step: number for number, step in enumerate(run.steps)}
+    numbers = np.array([*(known.get(step, -1) for step in reference.steps), -1])
+    found, wanted = run.order, numbers[np.asarray(reference.order, int)]
+    common = min(len(found), len(wanted))
+    differing = np.flatnonzero(found[:common] != wanted[:common])
+    if differing.size:
+        at = int(differing[0])
+        other = _described(reference.steps[reference.order[at]])
+        return at, f"The runs part at {_numbered(run, at)}: in the reference it is {other}."
     if len(found) != len(wanted):
-        return (
-            f"The runs part after {min(map(len, (found, wanted)))} products: one has more of them."
-        )
-    return ""
+        return common, f"The runs part after {common} products: one has more of them."
+    return math.inf, ""
 
 
-def _described(x: Observed) -> str:
-    if x.calls > 1:
-        return f"{x.name} ({x.calls} further ones)"
-    shape = "x".join(map(str, x.shape)) or "a number"
-    if x.phase == ANY_PASS:
-        return f"{x.name} ({shape})"
-    return f"{x.name} ({x.phase}, {x.operator}, {shape})"
+def _numbered(run: Run, at: int) -> str:
+    """Return the description of a product, with its number among those of its layer and pass."""
+    step = run.steps[run.order[at]]
+    same = [number for number, each in enumerate(run.steps) if each[:2] == step[:2]]
+    count = int(np.isin(run.order[: at + 1], same).sum())
+    return f"product {count} of {_described(step)}"
+
+
+def _described(step: Step) -> str:
+    layer, phase, operator, extents = step
+    shape = "x".join(map(str, extents)) or "a number"
+    name = layer or NO_LAYER
+    if phase == ANY_PASS:
+        return f"{name} ({shape})"
+    return f"{name} ({phase}, {operator}, {shape})"
 
 
 def _first_fault(run: Run) -> str:
-    calls: dict[tuple[str, str], int] = {}
-    for x in run.observed:
-        number = calls[x.name, x.phase] = calls.get((x.name, x.phase), 0) + 1
-        if x.fault:
-            kind, _, origin = x.fault.partition(": ")
-            return f"The first {kind} is in product {number} of {_described(x)}: {origin}."
-    return ""
+    if run.fault_at < 0:
+        return ""
+    kind, _, origin = run.fault.partition(": ")
+    where = "a later product"
+    if run.fault_at < len(run.order):
+        where = _numbered(run, run.fault_at)
+    return f"The first {kind} is in {where}: {origin}."
 
 
 def _unobserved(x: InterceptedProduct, total: int) -> LayerError:
@@ -327,7 +331,7 @@ def _unobserved(x: InterceptedProduct, total: int) -> LayerError:
 
 
 def _total(run: Run) -> int:
-    observed = sum(x.multiplications for x in run.observed)
+    observed = sum(x.sums.multiplications for x in run.observed)
     return observed + sum(x.multiplications for x in run.others)
 
 

@@ -1,4 +1,6 @@
-"""Observations of intercepted products, for the comparison of two runs: callbacks of compiled functions.
+"""Observations of intercepted products, for the comparison of two runs, by a function of the compiled library.
+
+On other processors than the CPU, and on several devices, callbacks of the host call it.
 
 The layer of a product is the path of its functions and scopes, and the line of the program that multiplies. Further
 products of a line have a number, in the order in which they are compiled.
@@ -6,6 +8,7 @@ products of a line have a number, in the order in which they are compiled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -19,25 +22,28 @@ from jax.experimental import io_callback
 from lowprec.core.interception import Alone
 from lowprec.core.interception_report import NO_STATISTICS
 from lowprec.core.operand_statistics import SAMPLE, operand_statistics
-from lowprec.core.recording import ANY_PASS, Observed, Recorder, distance, norm
+from lowprec.core.recording import ANY_PASS, Kind, Recorder, Site, observe, xla_handler
 from lowprec.core.rules import ALL, Rules
-from lowprec.jax.lowering import OperandAxes, axes_of
+from lowprec.jax.lowering import axes_of
 from lowprec.modes import parse_mode
+from lowprec.util.strides import Shape
 
 _OPERATOR = "dot_general"
+_TARGET = "lowprec_observe"
 _INTERNAL = tuple(
     str(Path(str(file)).parent) for file in (jax.__file__, np.__file__, Path(__file__).parent)
 )
+_NUMBERS = ("float32", "float64", "complex64", "complex128")
 
 
 class Observer:
-    """The products of compiled functions; callbacks run in any order and thread."""
+    """The products of compiled functions; these run in any order and thread."""
 
     def __init__(self, recorder: Recorder | None, alone: Alone | None = None) -> None:
         self.records = recorder is not None
         self.recorder = recorder or Recorder()
         self._alone = alone
-        self._products: list[Observed] = []
+        self._sites: dict[tuple[Kind, Shape], Site] = {}
         self._module: Any = None
         self._lines: dict[str, int] = {}
 
@@ -48,11 +54,21 @@ class Observer:
         return ((ALL, self._alone.reference),)
 
     def settle(self) -> None:
-        """Wait for all callbacks, and record the products by layer."""
+        """Wait for all products, and record them by layer."""
         jax.effects_barrier()
-        self._products.sort(key=lambda x: (x.layer, x.phase))
-        self.recorder.products += self._products
-        self._products.clear()
+        for array in jax.live_arrays():
+            if not array.is_deleted():
+                array.block_until_ready()
+        for (kind, shape), site in sorted(self._sites.items()):
+            records = site.take()
+            order = np.zeros(sum(x.calls for x in records), int)
+            first = self.recorder.add_steps([(*kind[:3], shape)], order)
+            for sums in records:
+                of_operands = (NO_STATISTICS, NO_STATISTICS)
+                if sums.sampled:
+                    a, b = sums.sampled
+                    of_operands = operand_statistics(a, b.T, parse_mode(kind.mode), SAMPLE)
+                self.recorder.add_sums(kind, sums, first - records[0].begin, of_operands)
         # JAX keeps the observer with compiled functions
         self.recorder = Recorder(self.recorder.reference)
 
@@ -62,38 +78,30 @@ class Observer:
     ) -> Callable[..., Any]:  # fmt: skip
         """Return the function of a product that also records it; ``again`` computes it in the reference."""
         dimensions = params["dimension_numbers"]
+        out = ctx.avals_out[0]
         contracted = dimensions[0][0]
-        multiplications = prod(ctx.avals_out[0].shape) * prod(
-            ctx.avals_in[0].shape[axis] for axis in contracted
-        )
-
-        def record(result: Any, reference: Any, a: Any, b: Any, *are_finite: Any) -> None:
-            x = _numbers(result)
-            y = _numbers(reference)
-            error = distance(x, y) if mode else None
-            of_operands = (NO_STATISTICS, NO_STATISTICS)
-            if again is not None and self.recorder.measures_next(layer, ANY_PASS, _OPERATOR):
-                with np.errstate(all="ignore"):
-                    of_operands = operand_statistics(
-                        _numbers(a), _numbers(b).T, parse_mode(mode), SAMPLE
-                    )
-            fault = _fault(x)
-            if fault:
-                fault += _origin(list(map(bool, are_finite)), mode, np.isfinite(y).all())
-            seen = Observed(
-                layer, ANY_PASS, _OPERATOR, mode, multiplications, tuple(x.shape), norm(x),
-                self.recorder.sketch(x), error, norm(y), fault, *of_operands,
-            )  # fmt: skip
-            self._products.append(seen)
+        multiplications = out.size * prod(ctx.avals_in[0].shape[axis] for axis in contracted)
+        key = Kind(layer, ANY_PASS, _OPERATOR, mode), tuple(out.shape)
+        site = self._sites.get(key) or self._sites.setdefault(key, Site())
+        words: list[int] = []
+        if again is not None and out.size and multiplications and jnp.isrealobj(out):
+            for number, x in enumerate(ctx.avals_in):
+                words += _words(x, axes_of(x, dimensions, number))
+        head = [site.handle, multiplications, int(again is not None)]
 
         def product(a: Any, b: Any) -> Any:
             result = compute(a, b)
             reference = result if again is None else again(a, b)
-            vectors = [_vectors(x, axes_of(x, dimensions, i)) for i, x in enumerate((a, b))]
-            io_callback(
-                record, None, result, reference, *vectors, jnp.isfinite(a).all(),
-                jnp.isfinite(b).all(),
-            )  # fmt: skip
+            operands = [_numbers(x) for x in (result, reference, a, b)]
+            context = ctx.module_context
+            is_single = getattr(context.axis_context, "num_devices", 0) == 1
+            if is_single and tuple(context.platforms) == ("cpu",) and _is_registered():
+                done = jax.ShapeDtypeStruct((1,), np.float32)
+                call = jax.ffi.ffi_call(_TARGET, done, has_side_effect=True)
+                call(*operands, words=np.array([*head, *words], np.int64))
+            else:
+                record = functools.partial(observe, site, *head[1:], words)
+                io_callback(record, None, *operands)
             return result
 
         return product
@@ -108,18 +116,27 @@ class Observer:
         return f"{line} #{number}" if number > 1 else line
 
 
-def _vectors(x: Any, axes: OperandAxes) -> Any:
-    """Return some vectors of a real operand along k, those of its first rows or columns."""
-    if jnp.iscomplexobj(x):
-        return jnp.zeros((0, 0))
-    free = (*axes.batch, *axes.free)
-    most = max(1, SAMPLE // max(1, prod(x.shape[axis] for axis in axes.summed)))
-    for axis in reversed(free):
-        count = min(x.shape[axis], most)
-        x = jax.lax.slice_in_dim(x, 0, count, axis=axis)
-        most //= max(1, count)
-    count = prod(x.shape[axis] for axis in free)
-    return x.transpose((*free, *axes.summed)).reshape(count, -1 if x.size else 0)
+@functools.cache
+def _is_registered() -> bool:
+    """Whether XLA calls the compiled library's function."""
+    try:
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(xla_handler()), platform="cpu")
+    except Exception:  # noqa: BLE001 - a later XLA may have another interface
+        return False
+    return True
+
+
+def _words(x: Any, axes: Any) -> list[int]:
+    """Return the description of some vectors along k of an operand, for ``lp_site_observe``."""
+    strides = [prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]
+    across = (*axes.batch, *axes.free)
+    k = prod(x.shape[axis] for axis in axes.summed)
+    count = prod(x.shape[axis] for axis in across)
+    length = min(k, SAMPLE)
+    words = [min(count, SAMPLE // length), length, len(across), len(axes.summed)]
+    for axis in (*across, *axes.summed):
+        words += [x.shape[axis], strides[axis]]
+    return words
 
 
 def _line(traceback: Any) -> str:
@@ -131,20 +148,4 @@ def _line(traceback: Any) -> str:
 
 
 def _numbers(x: Any) -> Any:
-    numbers = np.asarray(x)
-    return numbers.astype(np.float32) if numbers.dtype.itemsize == 2 else numbers
-
-
-def _fault(x: Any) -> str:
-    if np.isfinite(x).all():
-        return ""
-    return "NaN" if np.isnan(x).any() else "Inf"
-
-
-def _origin(are_finite: list[bool], mode: str, is_finite_again: Any) -> str:
-    for name, is_finite in zip(("first", "second"), are_finite, strict=True):
-        if not is_finite:
-            return f": its {name} operand is not finite"
-    if mode and is_finite_again:
-        return f": by {mode}; the product is finite in the reference"
-    return ": its operands are finite"
+    return x if x.dtype.name in _NUMBERS else x.astype(np.float32)

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec.core.interception_report import NO_STATISTICS
 from lowprec.core.ledger import LedgerRow
 from lowprec.core.operand_statistics import SAMPLE
-from lowprec.core.recording import Observed, Recorder, fault_text
+from lowprec.core.recording import Kind, Recorder, fault_text
 from lowprec.modes import parse_mode
 from lowprec.torch.statistics import operand_statistics
 
 #: Passes by the product of a layer.
 _PASSES = {"": "backward", "forward": "backward"}
+_WIDE = (torch.float64, torch.complex128)
+_SINGLE = (torch.float32, torch.complex64)
 
 
 def observe(
@@ -36,47 +37,36 @@ def observe(
     ):
         return
     phase = _PASSES.get(product, product) if row.backward else "forward"
+    kind = Kind(row.layer, phase, row.operator, row.mode)
     with torch.no_grad():
-        x = result.detach()
-        error = None
-        reference_norm = 0.0
-        if again is not None:
-            error = _norm(x - again)
-            reference_norm = _norm(again)
-        elif row.mode:  # the mode is the reference
-            error = 0.0
-        of_a = of_b = NO_STATISTICS
-        if again is not None and recorder.measures_next(row.layer, phase, row.operator):
+        x = _numbers(result)
+        y = None if again is None else _numbers(again).to(x.dtype)
+        count = x.numel() * (2 if x.is_complex() else 1)
+        other = None if y is None else y.data_ptr()
+        index, begins, is_faulty = recorder.add(
+            kind, tuple(x.shape), x.data_ptr(), other, count, x.dtype in _WIDE, multiplications
+        )
+        if begins and y is not None:
             a, b = matrices() if matrices else tensors
-            of_a, of_b = operand_statistics(a.detach(), b.detach(), parse_mode(row.mode), SAMPLE)
-        fault = ""
-        if kind := _fault(x):
+            statistics = operand_statistics(a.detach(), b.detach(), parse_mode(row.mode), SAMPLE)
+            recorder.add_statistics(kind, index, statistics)
+        if is_faulty and (fault := _fault(x)):
             of_operands = [_fault(each) for each in tensors[:2]]
-            of_again = "" if again is None else _fault(again)
-            reference = None if again is None else recorder.reference
-            fault = fault_text(kind, of_operands, row.mode, reference, of_again)
-        sketch = recorder.sketch(_numbers(x))
-        seen = Observed(
-            row.layer, phase, row.operator, row.mode, multiplications, tuple(x.shape), _norm(x), sketch, error,
-            reference_norm, fault, of_a, of_b,
-        )  # fmt: skip
-        recorder.products.append(seen)
+            of_again = "" if y is None else _fault(y)
+            reference = None if y is None else recorder.reference
+            recorder.add_fault(index, fault_text(fault, of_operands, row.mode, reference, of_again))
 
 
-def _norm(x: Tensor) -> float:
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(x, dtype=wide))
-
-
-def _numbers(x: Tensor) -> Any:
-    x = x.resolve_conj().resolve_neg().cpu()
-    if x.dtype is torch.bfloat16:
+def _numbers(x: Tensor) -> Tensor:
+    """Return the numbers of a result as contiguous ones, in this machine's memory, that the library reads."""
+    x = x.detach().resolve_conj().resolve_neg().cpu()
+    if x.dtype not in _SINGLE and x.dtype not in _WIDE:
         x = x.float()
-    return x.numpy()
+    return x.contiguous()
 
 
 def _fault(x: Tensor) -> str:
     """Return the kind of a number that is not finite."""
-    if torch.isfinite(x.sum()) or torch.isfinite(x).all():
+    if torch.isfinite(x).all():
         return ""
     return "NaN" if torch.isnan(x).any() else "Inf"

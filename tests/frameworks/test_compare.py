@@ -233,9 +233,19 @@ def test_refusals(torch):
         lowprec.compare(lambda: None, "bf16")
 
 
+def sketched(*arrays):
+    """Return the records of products with these results."""
+    from lowprec.backends.cpu.observing import Site
+
+    site = Site()
+    for x in map(np.ascontiguousarray, arrays):
+        site.add(x.ctypes.data, None, x.size, x.dtype == np.float64, 1, -1)
+    return site.take()
+
+
 def test_a_sketch_has_the_norm_of_a_difference():
     """Of random numbers, of one column whose rows are as long as the sketch, and of equal differences."""
-    from lowprec.core.recording import distance, sketch
+    from lowprec.core.recording import distance
 
     rng = np.random.default_rng(0)
     for shape in [(512, 768), (300, 1021), (1600, 1024)]:
@@ -249,6 +259,25 @@ def test_a_sketch_has_the_norm_of_a_difference():
         ):
             y = (x + change).astype(np.float32)
             true = math.sqrt(np.sum(np.square(y.astype(float) - x)))
-            assert distance(sketch(x), sketch(y)) == pytest.approx(true, rel=SKETCH)
+            found = [sketched(each)[0].sketch for each in (x, y)]
+            assert distance(*found) == pytest.approx(true, rel=SKETCH)
     few = rng.standard_normal(1000)
-    assert np.array_equal(sketch(few)[:1000] ** 2, few**2)
+    assert np.array_equal(sketched(few)[0].sketch[:1000] ** 2, few**2)
+
+
+def test_a_record_has_1_2_4_8_products():
+    """Its sketch is that of all their results, one after the other."""
+    from lowprec.core.recording import distance
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((100, 40, 40), dtype=np.float32)
+    change = rng.standard_normal(x.shape) * np.geomspace(1e-4, 1, 100)[:, None, None]
+    y = (x + change).astype(np.float32)
+    records = sketched(*x)
+    assert [r.calls for r in records] == [1, 2, 4, 8, 16, 32, 37]
+    assert [r.begin for r in records] == [0, 1, 3, 7, 15, 31, 63]
+    for of_x, of_y in zip(records, sketched(*y), strict=True):
+        part = slice(of_x.begin, of_x.end)
+        true = np.linalg.norm((y[part].astype(float) - x[part]).ravel())
+        assert distance(of_x.sketch, of_y.sketch) == pytest.approx(true, rel=SKETCH)
+        assert of_x.square == pytest.approx(np.sum(x[part].astype(float) ** 2))

@@ -192,10 +192,22 @@ def test_many_products_are_summed():
     with lowprec.numpy.intercept("bf16"):
         rounded = a @ a
     assert row.own_error == pytest.approx(relative(rounded, exact), rel=1e-3)
+    assert row.drift == pytest.approx(relative(rounded, exact), rel=SKETCH)
     assert not found.parting
     counts = iter([9001, 9002])
     found = lowprec.compare(lambda: run(next(counts)), "bf16")
-    assert "further ones" in found.parting
+    assert found.parting == "The runs part after 9001 products: one has more of them."
+    sizes = iter([4, 3])
+
+    def parting():
+        run(100)
+        last = run(50)[:, : next(sizes)]
+        return [(a @ last.copy()).sum(), run(100)]
+
+    found = lowprec.compare(parting, "bf16")
+    assert ".parting:" in found.parting
+    assert found.parting.endswith("(gemm) (4x3).")
+    assert [x.drift is None for x in found.layers].count(True) == 1
 
 
 def test_the_first_nan_and_its_origin_are_named():

@@ -55,7 +55,8 @@ extern std::atomic<int> observers;  // number of those that record
 Observer* observer_of(const Scope*);  // null: its products are not observed
 Observer* new_observer(const lp_blas_observation&);
 void free_observer(Observer*);
-lp_blas_observed* take_observed(Observer&);
+int64_t take_sites(Observer&, lp_blas_site* to);
+int64_t take_order(Observer&, lp_blas_step* to, int64_t most);
 int mode_of(const Observer&, int mode, int routine, const void* caller);  // of a product with this mode by the rules
 
 inline uint64_t mixed(uint64_t hash, int64_t value) {

@@ -1,7 +1,4 @@
-// Records of observed products, on Linux: each has the sums of squares of its result and of its error, and a sketch.
-//
-// A sketch has 1,021 sums of the elements with random signs, as in core/recording.py; that of fewer elements has the
-// elements. After MOST_SKETCHES products, those of a function and routine are summed.
+// Observed products of the BLAS, on Linux: their order, and the sums of those of a function and routine.
 #include "blas_observing.hpp"
 #if defined(__linux__)
 #include <pthread.h>
@@ -11,23 +8,21 @@
 
 namespace lp::blas {
 
-typedef lp_blas_observed Record;
-
 // A function and routine.
-struct Site {
-    Site* next;
-    int64_t count;
-    Record* total;  // of further products
-    Record kind;
+struct Place {
+    Place* next;
+    int32_t number;
+    lp_blas_site kind;
+    Site site;
 };
 
 struct Observer {
     pid_t process;  // forked ones record nothing
     lp_blas_observation options;
     pthread_mutex_t lock;
-    Site* sites;
-    int64_t size;  // of records
-    Record *first, *last;
+    Place* places;
+    lp_blas_step* order;  // of products since the last call of lp_blas_order
+    int64_t steps, space, products;
 };
 
 std::atomic<int> observers;
@@ -45,49 +40,21 @@ Observer* new_observer(const lp_blas_observation& options) {
 void free_observer(Observer* observer) {
     if (!observer) return;
     observers -= observer->options.records != 0;
-    lp_blas_free_observed(observer->first);
-    while (Site* site = observer->sites) {
-        observer->sites = site->next;
-        free(site);
+    while (Place* place = observer->places) {
+        observer->places = place->next;
+        lp_free_observed(place->site.first);
+        free(place);
     }
     pthread_mutex_destroy(&observer->lock);
+    free(observer->order);
     free(observer);
 }
 
 namespace {
 
-const int SUMS = 1021, WORD = 64, MOST_NUMBERS = 1 << 13;
-const int64_t MOST_SKETCHES = 8192, MOST_SITES = 1024;
-enum Fault { HAS_NAN = 1, HAS_INF = 2 };
-
-struct Sums {
-    double square, error, reference;
-    int64_t position;  // of the next number
-    double* sketch;    // null: none
-};
-
-// Adds numbers of the result, and of the reference if there is one.
-template <class Real> void add(Sums& sums, const Real* x, const Real* again, int64_t step, int64_t count) {
-    while (count > 0) {
-        const int64_t in_word = sums.position % WORD;
-        const int64_t slot = sums.position % SUMS;
-        const int64_t run = std::min(count, std::min(WORD - in_word, SUMS - slot));
-        const uint64_t signs = mixed(mixed(1, sums.position / WORD), 1) >> in_word;
-        for (int64_t i = 0; i < run; i++) {
-            const double value = x[i * step];
-            sums.square += value * value;
-            if (sums.sketch) sums.sketch[slot + i] += signs >> i & 1 ? value : -value;
-            if (!again) continue;
-            const double other = again[i * step];
-            sums.reference += other * other;
-            sums.error += (value - other) * (value - other);
-        }
-        sums.position += run;
-        count -= run;
-        x += run * step;
-        if (again) again += run * step;
-    }
-}
+const int MOST_NUMBERS = 1 << 12, GATHERED = 512;
+const int64_t MOST_STEPS = 1 << 20;
+const int32_t MOST_PLACES = 1024;
 
 // Calls `visit` with the first element and the number of elements of each line of the part of a matrix that is stored.
 template <class Visit> void for_lines(const Matrix& x, int64_t rows, int64_t cols, Visit visit) {
@@ -97,6 +64,7 @@ template <class Visit> void for_lines(const Matrix& x, int64_t rows, int64_t col
     const int64_t length = by_rows ? cols : rows;
     const int64_t across = by_rows ? x.row : x.col;
     const int64_t along = by_rows ? x.col : x.row;
+    if (x.part == WHOLE && along == 1 && across == length) return visit(0, 1, lines * length);
     for (int64_t line = 0; line < lines; line++) {
         const int64_t first = x.part != WHOLE && has_end ? line : 0;
         const int64_t end = x.part == WHOLE || has_end ? length : std::min(length, line + 1);
@@ -104,13 +72,28 @@ template <class Visit> void for_lines(const Matrix& x, int64_t rows, int64_t col
     }
 }
 
+// Adds numbers that are not contiguous.
 template <class Real, int PLANES>
-void measure(Sums& sums, const Product& p, const void* result, const void* again) {
-    for_lines(p.out, p.m, p.n, [&](int64_t at, int64_t step, int64_t count) {
-        for (int plane = 0; plane < PLANES; plane++) {
-            const int64_t first = at * PLANES + plane;
-            add(sums, (const Real*)result + first, again ? (const Real*)again + first : nullptr, step * PLANES, count);
+void add_gathered(Site& site, lp_observed& to, const Real* x, const Real* again, int64_t step, int64_t count) {
+    Real numbers[GATHERED], others[GATHERED];
+    for (int64_t first = 0; first < count; first += GATHERED / PLANES) {
+        const int64_t some = std::min<int64_t>(count - first, GATHERED / PLANES);
+        for (int64_t i = 0; i < some * PLANES; i++) {
+            const int64_t at = (first + i / PLANES) * step * PLANES + i % PLANES;
+            numbers[i] = x[at];
+            if (again) others[i] = again[at];
         }
+        add_run(site, to, {numbers, again ? others : nullptr, some * PLANES, sizeof(Real) == 8});
+    }
+}
+
+template <class Real, int PLANES>
+void measure(Site& site, lp_observed& to, const Product& p, const void* result, const void* again) {
+    for_lines(p.out, p.m, p.n, [&](int64_t at, int64_t step, int64_t count) {
+        const Real* const x = (const Real*)result + at * PLANES;
+        const Real* const other = again ? (const Real*)again + at * PLANES : nullptr;
+        if (step == 1) add_run(site, to, {x, other, count * PLANES, sizeof(Real) == 8});
+        else add_gathered<Real, PLANES>(site, to, x, other, step, count);
     });
 }
 
@@ -123,68 +106,54 @@ template <class Real> float* copy(const Matrix& x, bool is_b, int vectors, int l
     return to;
 }
 
-template <class Real, int PLANES> int fault_of(const Matrix& x, const void* from, int64_t rows, int64_t cols) {
+// Copies the first vectors of real factors.
+template <class Real> void sample(lp_observed& to, const Product& p) {
+    for (const bool is_b : {false, true}) {
+        to.length[is_b] = (int32_t)std::min<int64_t>(p.k, MOST_NUMBERS);
+        to.vectors[is_b] = (int32_t)std::min<int64_t>(is_b ? p.n : p.m, MOST_NUMBERS / to.length[is_b]);
+    }
+    const int64_t numbers = (int64_t)to.vectors[0] * to.length[0] + (int64_t)to.vectors[1] * to.length[1];
+    float* at = to.sampled = (float*)malloc((size_t)numbers * sizeof(float));
+    if (!at) return;
+    for (const bool is_b : {false, true})
+        at = copy<Real>(is_b ? p.b : p.a, is_b, to.vectors[is_b], to.length[is_b], at);
+}
+
+template <class Real, int PLANES> int fault_of_matrix(const Matrix& x, const void* from, int64_t rows, int64_t cols) {
     int found = 0;
     for_lines(x, rows, cols, [&](int64_t at, int64_t step, int64_t count) {
-        for (int64_t i = 0; i < count * PLANES; i++) {
-            const Real value = ((const Real*)from)[(at + i / PLANES * step) * PLANES + i % PLANES];
-            if (value != value) found |= HAS_NAN;
-            else if (__builtin_isinf(value)) found |= HAS_INF;
-        }
+        for (int plane = 0; plane < PLANES; plane++)
+            found |= fault_of((const Real*)from + at * PLANES + plane, count, step * PLANES);
     });
     return found;
 }
 
-Site* site_of(Observer& observer, const Record& kind) {
-    int64_t size = 0;
-    for (Site* site = observer.sites; site; site = site->next, size++) {
-        const Record& known = site->kind;
+Place* place_of(Observer& observer, const lp_blas_site& kind) {
+    for (Place* place = observer.places; place; place = place->next) {
+        const lp_blas_site& known = place->kind;
         const bool is_same = known.routine == kind.routine && known.letter == kind.letter && known.mode == kind.mode &&
             known.reason == kind.reason && !strcmp(known.caller, kind.caller);
-        if (is_same) return site;
+        if (is_same) return place;
     }
-    Site* site = size < MOST_SITES ? (Site*)calloc(1, sizeof(Site)) : nullptr;
-    if (!site) return nullptr;
-    site->kind = kind;
-    site->next = observer.sites;
-    return observer.sites = site;
+    const int32_t number = observer.places ? observer.places->number + 1 : 0;
+    Place* place = number < MOST_PLACES ? (Place*)calloc(1, sizeof(Place)) : nullptr;
+    if (!place) return nullptr;
+    place->kind = kind;
+    place->number = number;
+    place->next = observer.places;
+    return observer.places = place;
 }
 
-void add_record(Observer& observer, Record* record) {
-    record->next = nullptr;
-    (observer.last ? observer.last->next : observer.first) = record;
-    observer.last = record;
-    observer.size++;
-}
-
-// Counts a product; true if its number at its site is a power of 2.
-bool is_next_sampled(Observer& observer, const Record& kind) {
-    pthread_mutex_lock(&observer.lock);
-    Site* site = site_of(observer, kind);
-    const int64_t count = site ? ++site->count : 3;
-    pthread_mutex_unlock(&observer.lock);
-    return !(count & (count - 1));
-}
-
-// Adds to the record of all further products of a function and routine.
-void add_to_total(Observer& observer, const Record& kind) {
-    Site* site = site_of(observer, kind);
-    if (!site) return;
-    if (!site->total) {
-        site->total = (Record*)calloc(1, sizeof(Record));
-        if (!site->total) return;
-        *site->total = kind;
-        site->total->m = site->total->n = site->total->k = 0;
-        add_record(observer, site->total);
-        return;
+void add_step(Observer& observer, const lp_blas_step& step) {
+    if (observer.products++ >= MOST_STEPS) return;
+    if (observer.steps == observer.space) {
+        const int64_t space = observer.space ? 2 * observer.space : 1024;
+        void* larger = realloc(observer.order, (size_t)space * sizeof step);
+        if (!larger) return;
+        observer.order = (lp_blas_step*)larger;
+        observer.space = space;
     }
-    Record& total = *site->total;
-    total.calls++;
-    total.multiplications += kind.multiplications;
-    total.square += kind.square;
-    total.error += kind.error;
-    total.reference += kind.reference;
-    if (!total.fault) total.fault = kind.fault;
+    observer.order[observer.steps++] = step;
 }
 
 }  // namespace
@@ -193,7 +162,7 @@ int mode_of(const Observer& observer, int mode, int routine, const void* caller)
     const char* const alone = observer.options.alone;
     if (mode < 0 || !*alone) return mode;
     char name[sizeof observer.options.alone] = "";
-    name_function(caller, name, sizeof Record::caller, true);
+    name_function(caller, name, sizeof lp_blas_site::caller, true);
     const size_t length = strlen(name);
     snprintf(name + length, sizeof name - length, "%s(%s)", length ? " " : "", name_of(routine));
     return strcmp(name, alone) ? observer.options.reference : mode;
@@ -232,59 +201,35 @@ template <class T> void Observation::record(const Product& p, const void* caller
     if (bytes) again = nullptr;
     using Real = typename Type<T>::Real;
     constexpr int PLANES = Type<T>::PLANES;
-    const int64_t numbers = p.m * p.n * PLANES;
-    const bool has_sketch = observer->size < MOST_SKETCHES;
-    const int64_t sums = has_sketch ? std::min<int64_t>(numbers, SUMS) : 0;
-    Record kind = {};
+    lp_blas_site kind = {};
     kind.routine = p.routine;
     kind.reason = p.reason;
     kind.mode = p.number;
     kind.letter = Type<T>::LETTER;
     name_function(caller, kind.caller, sizeof kind.caller, true);
-    // Those of real operands that are stored as they are: of the products of a site whose number is a power of 2.
-    const bool is_plain = PLANES == 1 && p.a.part == WHOLE && p.b.part == WHOLE && !p.a.is_overwritten;
-    const bool is_sampled = again && has_sketch && is_plain && !p.b.is_overwritten && is_next_sampled(*observer, kind);
-    if (is_sampled)
-        for (const bool is_b : {false, true}) {
-            kind.length[is_b] = (int32_t)std::min<int64_t>(p.k, MOST_NUMBERS);
-            kind.vectors[is_b] = (int32_t)std::min<int64_t>(is_b ? p.n : p.m, MOST_NUMBERS / kind.length[is_b]);
-        }
-    const int64_t sampled = (int64_t)kind.vectors[0] * kind.length[0] + (int64_t)kind.vectors[1] * kind.length[1];
-    const int64_t bytes = sums * (int64_t)sizeof(double) + sampled * (int64_t)sizeof(float);
-    Record* record = (Record*)calloc(1, sizeof(Record) + (size_t)bytes);
-    if (!record) return;
-    *record = kind;
-    float* to = (float*)(record->sketch + sums);
-    if constexpr (PLANES == 1)
-        for (const bool is_b : {false, true})
-            to = copy<Real>(is_b ? p.b : p.a, is_b, kind.vectors[is_b], kind.length[is_b], to);
-    record->calls = 1;
-    record->multiplications = p.m * p.n * p.k;
-    record->m = p.m;
-    record->n = p.n;
-    record->k = p.k;
-    record->is_compared = again != nullptr;
-    Sums found = {0, 0, 0, 0, sums ? record->sketch : nullptr};
-    const void* const other_result = again ? other(p.out.at) : nullptr;
-    measure<Real, PLANES>(found, p, p.out.at, other_result);
-    record->square = found.square;
-    record->error = found.error;
-    record->reference = found.reference;
-    record->sums = sums;
-    if (!(found.square < __builtin_inf())) {
-        record->fault = fault_of<Real, PLANES>(p.out, p.out.at, p.m, p.n);
-        if (!p.a.is_overwritten) record->fault_of_a = fault_of<Real, PLANES>(p.a, p.a.at, p.m, p.k);
-        if (!p.b.is_overwritten) record->fault_of_b = fault_of<Real, PLANES>(p.b, p.b.at, p.k, p.n);
-        if (again) record->fault_again = fault_of<Real, PLANES>(p.out, other_result, p.m, p.n);
-    }
     pthread_mutex_lock(&observer->lock);
-    if (has_sketch) {
-        add_record(*observer, record);
-    } else {
-        add_to_total(*observer, *record);
-        free(record);
-    }
+    Place* place = place_of(*observer, kind);
+    const int64_t index = observer->products;
+    if (place) add_step(*observer, {place->number, (int32_t)p.m, (int32_t)p.n});
     pthread_mutex_unlock(&observer->lock);
+    if (!place) return;
+    const SiteLock lock(place->site);
+    bool begins;
+    lp_observed* to = begin_product(place->site, index, begins);
+    if (!to) return;
+    to->multiplications += p.m * p.n * p.k;
+    to->is_compared |= again != nullptr;
+    const void* const other_result = again ? other(p.out.at) : nullptr;
+    measure<Real, PLANES>(place->site, *to, p, p.out.at, other_result);
+    const bool is_kept = !p.a.is_overwritten && !p.b.is_overwritten;
+    if constexpr (PLANES == 1)
+        if (begins && again && is_kept && p.a.part == WHOLE && p.b.part == WHOLE) sample<Real>(*to, p);
+    if (may_be_faulty(*to) && (to->fault = fault_of_matrix<Real, PLANES>(p.out, p.out.at, p.m, p.n))) {
+        to->fault_at = index;
+        if (!p.a.is_overwritten) to->fault_of_a = fault_of_matrix<Real, PLANES>(p.a, p.a.at, p.m, p.k);
+        if (!p.b.is_overwritten) to->fault_of_b = fault_of_matrix<Real, PLANES>(p.b, p.b.at, p.k, p.n);
+        if (again) to->fault_again = fault_of_matrix<Real, PLANES>(p.out, other_result, p.m, p.n);
+    }
 }
 
 template void Observation::record<float>(const Product&, const void*);
@@ -292,22 +237,27 @@ template void Observation::record<double>(const Product&, const void*);
 template void Observation::record<Complex32>(const Product&, const void*);
 template void Observation::record<Complex64>(const Product&, const void*);
 
-Record* take_observed(Observer& observer) {
+int64_t take_sites(Observer& observer, lp_blas_site* to) {
     pthread_mutex_lock(&observer.lock);
-    Record* first = observer.first;
-    observer.first = observer.last = nullptr;
-    for (Site* site = observer.sites; site; site = site->next) site->total = nullptr;
+    int64_t count = 0;
+    for (Place* place = observer.places; place; place = place->next) {
+        count = std::max<int64_t>(count, place->number + 1);
+        place->kind.first = (lp_observed*)lp_site_take(&place->site);
+        to[place->number] = place->kind;
+    }
     pthread_mutex_unlock(&observer.lock);
-    return first;
+    return count;
+}
+
+int64_t take_order(Observer& observer, lp_blas_step* to, int64_t most) {
+    pthread_mutex_lock(&observer.lock);
+    const int64_t count = std::min(most, observer.steps);
+    if (count) memcpy(to, observer.order, (size_t)count * sizeof *to);
+    observer.steps -= count;
+    if (observer.steps) memmove(observer.order, observer.order + count, (size_t)observer.steps * sizeof *to);
+    pthread_mutex_unlock(&observer.lock);
+    return count;
 }
 
 }  // namespace lp::blas
-
-LP_API void lp_blas_free_observed(lp_blas_observed* first) {
-    while (first) {
-        lp_blas_observed* next = first->next;
-        free(first);
-        first = next;
-    }
-}
 #endif

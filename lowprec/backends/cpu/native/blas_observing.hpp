@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "blas_product.hpp"
+#include "observing.hpp"
 
 namespace lp::blas {
 

@@ -321,9 +321,14 @@ LP_API int32_t lp_blas_observe(void* scope, const lp_blas_observation* observati
     return ((Scope*)scope)->observer ? LP_OK : LP_NO_MEMORY;
 }
 
-LP_API lp_blas_observed* lp_blas_take_observed(void* scope) {
+LP_API int64_t lp_blas_sites(void* scope, lp_blas_site* to) {
     Observer* observer = ((Scope*)scope)->observer;
-    return observer ? take_observed(*observer) : nullptr;
+    return observer ? take_sites(*observer, to) : 0;
+}
+
+LP_API int64_t lp_blas_order(void* scope, lp_blas_step* to, int64_t most) {
+    Observer* observer = ((Scope*)scope)->observer;
+    return observer ? take_order(*observer, to, most) : 0;
 }
 
 LP_API const char* lp_blas_name(int32_t routine) { return name_of(routine); }

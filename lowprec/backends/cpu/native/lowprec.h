@@ -192,20 +192,55 @@ typedef struct {
     char caller[91];                // the Python function at the first call, if it is known; "...": others call, too
 } lp_blas_count;
 
-// An observed product, or several ones of a function and routine, whose extents are 0.
-typedef struct lp_blas_observed {
-    struct lp_blas_observed* next;
-    int64_t calls, multiplications, m, n, k;
-    double square, error, reference;  // sums of squares: of the result, of its error, and of the reference's result
-    int64_t sums;                     // of the sketch
-    int32_t routine, reason, mode;    // as in lp_blas_count
+// Sums of some products of one place of a program, for comparisons of two runs.
+#define LP_SUMS 1021  // numbers of a sketch. A prime: those of a row, and those of a column, belong to different sums
+typedef struct lp_observed {
+    struct lp_observed* next;
+    int64_t calls, multiplications;
+    int64_t begin, end;  // numbers of the first product in the run, and of that after the last one
+    double square, error, reference;  // sums of squares: of the results, of their errors, and of the reference's results
+    int64_t fault_at;                 // number of the first product with a fault; -1: none
+    float* sampled;                   // vectors of both factors of the first product; null: none
     int32_t is_compared;              // with the reference
-    int32_t fault, fault_of_a, fault_of_b, fault_again;  // 1: a NaN, 2: Inf, 3: both
-    int32_t vectors[2], length[2];    // of the first rows of a and columns of b, of some products
+    int32_t fault, fault_of_a, fault_of_b, fault_again;  // of that product. 1: a NaN, 2: Inf, 3: both
+    int32_t vectors[2], length[2];                       // of `sampled`
+    int32_t pad;
+    double sketch[LP_SUMS];  // sums of all numbers of the results, with random signs
+} lp_observed;
+
+LP_API void* lp_site_create(void);  // null if there is no memory
+LP_API void lp_site_free(void* site);
+// Adds a product of contiguous float32 or float64; `again`, that of the reference, may be null. `index` is its number
+// in the run; -1: that at the site. -> 1 if it is the first one of a record, plus 2 for the first fault of the record.
+LP_API int32_t lp_site_add(void* site, const void* numbers, const void* again, int64_t count, int32_t is_wide,
+                           int64_t multiplications, int64_t index);
+LP_API lp_observed* lp_site_take(void* site);  // since the last call; lp_free_observed frees them
+LP_API void lp_free_observed(lp_observed*);
+typedef struct {
+    const void* at;
+    int64_t count;
+    int32_t is_wide;  // whether they are float64
+    int32_t pad;
+} lp_numbers;
+// Adds a product: the result, that of the reference (the same if it is not compared) and both factors. `words`, or null,
+// describe vectors along k of each factor: their number and length, the numbers of axes across and along k, and the
+// extent and stride of each axis.
+LP_API void lp_site_observe(void* site, const lp_numbers* x, int64_t multiplications, int32_t is_compared,
+                            const int64_t* words);
+LP_API void* lp_jax_observe(void* frame);  // a handler in XLA's interface for foreign functions
+
+// Observed products of a Python function and routine.
+typedef struct {
+    lp_observed* first;
+    int32_t routine, reason, mode;  // as in lp_blas_count
     char letter;
-    char caller[103];  // the Python function and its line, if it is known
-    double sketch[];   // followed by these vectors as float
-} lp_blas_observed;
+    char caller[103];  // the function and its line, if it is known
+    int32_t pad[2];
+} lp_blas_site;
+// The place of an observed product, and the extents of its result.
+typedef struct {
+    int32_t site, m, n;
+} lp_blas_step;
 
 // A scope applies to the thread that enters it and to those that it starts, or to all threads without one.
 LP_API void* lp_blas_create(const lp_blas*);                          // null if there is no memory
@@ -221,8 +256,9 @@ typedef struct {
     char alone[128];    // "caller (routine)": the only one that is not in the mode `reference`; empty: all are not
 } lp_blas_observation;
 LP_API int32_t lp_blas_observe(void* scope, const lp_blas_observation*);  // before it is entered. -> lp_status
-LP_API lp_blas_observed* lp_blas_take_observed(void* scope);  // those since the last call; lp_blas_free_observed frees
-LP_API void lp_blas_free_observed(lp_blas_observed*);
+LP_API int64_t lp_blas_sites(void* scope, lp_blas_site* to);  // moves the records of at most 1024; -> number of sites
+// Moves the order of at most `most` products since the last call; -> their number.
+LP_API int64_t lp_blas_order(void* scope, lp_blas_step* to, int64_t most);
 LP_API const char* lp_blas_name(int32_t routine);                     // null: there is none of this number
 LP_API void lp_blas_install(int32_t is_on);                           // whether calls of the BLAS reach the scopes
 // Sets our loop, or the original one, for a type (its letter and number) of NumPy's matmul, matvec, vecmat or vecdot by
