@@ -88,6 +88,12 @@ PRODUCTS = {
 #: derivatives are made of them.
 CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::convolution_backward")
 
+#: The operators of attention of which lowprec computes the products.
+ATTENTIONS = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+
 #: Name prefixes of operators that multiply internally and are left to PyTorch, in the namespaces below.
 _OTHERS: dict[PassedBy, str] = {
     PassedBy.ATTENTION: (

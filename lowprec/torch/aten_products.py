@@ -106,3 +106,29 @@ def view_of(library: Library, x: Tensor) -> ArrayView:
     if not view.address and view.size:
         raise ArrayError("the torch tensor has no memory")
     return view
+
+
+def multiply_into(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    resolved: ResolvedMode,
+    adds: bool = False,
+    alpha: float = 1.0,
+) -> None:
+    """Compute ``out = alpha * a @ b`` on the CPU, or add the product to ``out``."""
+    library = library_of(a)
+    to = library.describe(out)
+    options: dict[str, Any] = {"out_dtype": to.dtype, "alpha": alpha}
+    if adds:
+        options["c"] = to
+        options["beta"] = 1.0
+    execute_into(to, library.describe(a), library.describe(b), resolved, options)
+
+
+def execute_into(
+    out: ArrayView, a: ArrayView, b: ArrayView, resolved: ResolvedMode, options: dict[str, Any]
+) -> None:
+    given = Options(out=out, **options)
+    found = look_up(resolved, a, b, given)
+    found.execute(given.arguments(a, b, out))

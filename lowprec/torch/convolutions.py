@@ -19,9 +19,8 @@ from torch import Tensor
 from lowprec.arrays import ArrayView, library_of
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.core.arguments import Options
-from lowprec.core.executors import look_up
 from lowprec.modes import ResolvedMode, row, rules_of
+from lowprec.torch.aten_products import execute_into
 from lowprec.torch.convolution_shapes import Convolution, empty, in_order
 
 #: Bytes of the elements under the kernel that are copied at a time, unless those of one row of an image have more.
@@ -329,10 +328,7 @@ class Products:
         elif adds:
             options["c"] = to
             options["beta"] = 1.0
-        given = Options(out=to, **options)
-        x = library.describe(a)
-        found = look_up(self.resolved, x, b, given)
-        found.execute(given.arguments(x, b, to))
+        execute_into(to, library.describe(a), b, self.resolved, options)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -102,9 +102,9 @@ def _kind(name: str) -> int:
     return _PRODUCT if name.startswith("Mm") else _OTHER
 
 
-def calling_module() -> torch.nn.Module | None:
+def calling_module(own_frames: int = _OWN_FRAMES) -> torch.nn.Module | None:
     """Return the module whose ``forward`` calls, outside of compiled graphs."""
-    frame = sys._getframe(_OWN_FRAMES)
+    frame = sys._getframe(own_frames)
     for _ in range(_MOST_FRAMES):
         if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
             found = frame.f_locals.get(frame.f_code.co_varnames[0])

@@ -32,6 +32,7 @@ from lowprec.torch.accounting import (
     thread,
 )
 from lowprec.torch.aten import (
+    ATTENTIONS,
     CASTS,
     CONVOLUTIONS,
     AtenProduct,
@@ -41,6 +42,7 @@ from lowprec.torch.aten import (
     multiplications_of,
 )
 from lowprec.torch.aten_products import PLAIN_TENSORS, computed
+from lowprec.torch.attention_kernels import attention_kernel
 from lowprec.torch.convolution_kernels import convolution_kernel
 from lowprec.torch.layer_names import NAMES
 from lowprec.torch.passes import mode_of_product, routine_of
@@ -57,9 +59,9 @@ class intercept(Interception):
     """Compute the products of PyTorch's own operators by lowprec, in a block.
 
     The operators are ``mm``, ``bmm``, ``dot``, ``vdot``, ``addmm``, ``baddbmm``, ``addmv``, on the CPU
-    ``convolution``, and all that are made of them: ``matmul``, ``linear``, ``einsum``, layers, compiled graphs. PyTorch
-    computes products of element types on which no mode acts, and those inside fused kernels (attention, recurrent
-    layers, convolutions on GPUs); :meth:`report` names them.
+    ``convolution`` and ``attention`` in one kernel, and all that are made of them: ``matmul``, ``linear``, ``einsum``,
+    layers, compiled graphs. PyTorch computes products of element types on which no mode acts, and those inside other
+    fused kernels (recurrent layers; attention and convolutions on GPUs); :meth:`report` names them.
 
     The block applies to this thread and task, and to backward passes that start inside it. A later backward pass is
     PyTorch's own. Products that checkpointing recomputes, and those of ``torch.func.grad`` and ``create_graph=True``,
@@ -163,6 +165,8 @@ def _replacement(kernel: Kernel, own: Function) -> Function:
     """Return a kernel that calls PyTorch's own one outside of all blocks."""
     if kernel.operator in CONVOLUTIONS and kernel.key == "CPU":
         act = convolution_kernel(kernel, own)
+    elif kernel.operator in ATTENTIONS and kernel.key == "CPU":
+        act = attention_kernel(kernel, own)
     elif kernel.product is None:
         act = _watched(kernel, own)
     else:

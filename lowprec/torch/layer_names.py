@@ -162,17 +162,32 @@ class LayerNames:
         module = calling_module()
         if module is None:
             return ()
-        known = self._modules.get(id(module))
-        if not self._is_current or known is None or known.module() is not module:
-            self._scan()
-            name = type(module).__name__
-            known = self._modules.setdefault(id(module), _Module(ref(module), ((name, name),), {}))
+        known = self._known(module)
         if holds(module, x):
             return known.layer
         if x.requires_grad or _of_activation(x) is not None:
             return ()
         layer: Layer = self._layers_by_shape(module, known.by_shape).get(frozenset(x.shape), ())
         return layer if len(layer) <= 1 else known.layer
+
+    def _known(self, module: torch.nn.Module) -> _Module:
+        known = self._modules.get(id(module))
+        if not self._is_current or known is None or known.module() is not module:
+            self._scan()
+            name = type(module).__name__
+            known = self._modules.setdefault(id(module), _Module(ref(module), ((name, name),), {}))
+        return known
+
+    def of_caller(self) -> Layer:
+        """Return the module whose ``forward`` calls, as a layer; none in compiled graphs."""
+        module = calling_module(own_frames=1)
+        return () if module is None else self._known(module).layer
+
+    def of_activation(self, x: Tensor, layer: Layer = ()) -> Layer:
+        """Return the layer that was recorded for a result, after recording another one."""
+        if layer:
+            _remember(x, layer)
+        return _of_activation(x) or ()
 
     def _layers_by_shape(
         self, module: torch.nn.Module, found: dict[Any, Layer]
