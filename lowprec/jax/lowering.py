@@ -19,6 +19,7 @@ from jax.sharding import reshard
 
 from lowprec import formats
 from lowprec.arrays import block_codes
+from lowprec.arrays.block_layout import padded
 from lowprec.formats import DType, dtype_from_name
 from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
 from lowprec.modes import Mode, ModeRow, Recipe, parse_mode, row, rules_of
@@ -168,6 +169,20 @@ def _quantized(
     first, second = rules_of(mode)
     x, scales_x, scale_x = _rounded(a, of_a, first.drawn(draw, 0), step)
     y, scales_y, scale_y = _rounded(b, of_b, second.drawn(draw, 1), step)
+    if "float32" in (first.block_scale, second.block_scale) and x.shape[-1]:
+        length = max(first.block[1], second.block[1])
+        out = _in_pieces(x, y, scales_x, scales_y, length, on_gpu=on_gpu)
+    else:
+        out = _scaled_product(x, y, scales_x, scales_y, on_gpu=on_gpu)
+    scale = scale_x * scale_y
+    # sums of zero remain zero
+    out = jnp.where(jnp.isinf(scale), out * scale_x * scale_y, out * scale)
+    out = out.reshape(*_extents(a, of_a.batch), *_extents(a, of_a.free), *_extents(b, of_b.free))
+    return _sharded(out, contraction)
+
+
+def _scaled_product(x: Any, y: Any, scales_x: Any, scales_y: Any, *, on_gpu: bool) -> Any:
+    """Return the products of matrices (batch, vector, k), times the scales (batch, vector) of both, None for none."""
     stacks = Contraction((((2,), (2,)), ((0,), (0,))), None)
     if on_gpu and x.dtype == y.dtype == jnp.bfloat16:
         out = stacks.product(x, y, "BF16_BF16_F32", "float32")
@@ -177,16 +192,32 @@ def _quantized(
         rows = scales_x[:, :, None]
         columns = scales_y[:, None, :]
         both = rows * columns
-        out = jnp.where(jnp.isinf(both), out * rows * columns, out * both)
-    elif scales_x is not None:
-        out = out * scales_x[:, :, None]
-    elif scales_y is not None:
-        out = out * scales_y[:, None, :]
-    scale = scale_x * scale_y
-    # sums of zero remain zero
-    out = jnp.where(jnp.isinf(scale), out * scale_x * scale_y, out * scale)
-    out = out.reshape(*_extents(a, of_a.batch), *_extents(a, of_a.free), *_extents(b, of_b.free))
-    return _sharded(out, contraction)
+        # `where` also keeps XLA from fusing this product with an addition.
+        return jnp.where(jnp.isinf(both), out * rows * columns, out * both)
+    if scales_x is not None:
+        return out * scales_x[:, :, None]
+    if scales_y is not None:
+        return out * scales_y[:, None, :]
+    return out
+
+
+def _in_pieces(x: Any, y: Any, scales_x: Any, scales_y: Any, length: int, *, on_gpu: bool) -> Any:
+    """Return the sum over pieces of k of products with the scales of the piece, (batch, vector, piece), in order."""
+
+    def pieces(values: Any) -> Any:
+        values = padded(values, 2, length, jnp)
+        values = values.reshape(*values.shape[:2], -1, length)
+        return jnp.moveaxis(values, 2, 0)
+
+    def add(total: Any, operands: tuple[Any, ...]) -> tuple[Any, None]:
+        return total + _scaled_product(*operands, on_gpu=on_gpu), None
+
+    scales = [x if x is None else jnp.moveaxis(x, 2, 0) for x in (scales_x, scales_y)]
+    operands = (pieces(x), pieces(y), *scales)
+    total = _scaled_product(*jax.tree.map(lambda x: x[0], operands), on_gpu=on_gpu)
+    if len(operands[0]) > 1:
+        total, _ = lax.scan(add, total, jax.tree.map(lambda x: x[1:], operands))
+    return total
 
 
 def _extents(x: Any, axes: Iterable[int]) -> list[int]:
@@ -202,7 +233,8 @@ def _sharded(out: Any, contraction: Contraction) -> Any:
 def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any, Any]:
     """Return an operand as matrices (batch, vector, k) of rounded numbers, with the scales of vectors and tensor.
 
-    It is rounded with its axes in the order of the array, on which blocks of vectors and random numbers depend.
+    Float32 scales of blocks have the shape (batch, vector, blocks along k). The operand is rounded with its axes in the
+    order of the array, on which blocks of vectors and random numbers depend.
     """
     kept = sorted(axes.batch + axes.free)
     order = [kept.index(axis) for axis in axes.batch + axes.free]
@@ -210,17 +242,18 @@ def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any
     k = extents[-1]
     x = jnp.transpose(x, (*kept, *axes.summed)).reshape(*(_extents(x, kept) or [1]), k)
     values, scales, scale = block_codes.rounded(x, -1, rule, jnp, step)
-    if rule.block_scale == "float32":
-        high, wide = rule.block
-        each = jnp.moveaxis(scales, -1, -2)
-        each = jnp.repeat(each, high, -2)
-        each = jnp.repeat(each, wide, -1)[..., : x.shape[-2], :k]
-        values = values.astype(jnp.float32) * each
+    if rule.block_scale == "float32" and not k:
         scales = None
+    elif rule.block_scale == "float32":
+        scales = jnp.moveaxis(scales, -1, -2)
+        scales = jnp.repeat(scales, rule.block[0], -2)[..., : x.shape[-2], :]
+        scales = jnp.transpose(
+            scales.reshape(*x.shape[: len(kept)], -1), (*order, len(kept))
+        ).reshape(*extents[:2], -1)
+    elif scales is not None:
+        scales = jnp.transpose(scales.reshape(x.shape[: len(kept)]), order).reshape(extents[:2])
     if kept:
         values = jnp.transpose(values, (*order, len(order)))
-    if scales is not None:
-        scales = jnp.transpose(scales.reshape(x.shape[: len(kept)]), order).reshape(extents[:2])
     return values.reshape(extents), scales, scale
 
 

@@ -637,7 +637,7 @@ def test_requests_to_a_gpu(jax, mode):
     elif found.widens:
         texts = ["tensor<3x4xf64>, tensor<4x2xf64>) -> tensor<3x2xf64>"]
     elif found.quantizes:
-        kind = "f32" if mode in ("int8", "int8_blocks", "fp8_blocks") else "bf16"
+        kind = "f32" if mode in ("int8", "int8_blocks") else "bf16"
         texts = [f"x{kind}>) -> tensor<1x3x2xf32>", f"lhs_precision_type = {kind}"]
     else:
         kind = (found.jax_preset or "F32").split("_")[0].lower()
