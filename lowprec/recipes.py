@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from lowprec import formats
 from lowprec.errors import ModeError, did_you_mean, quoted
 from lowprec.rounding_rules import FORMATS, Format, Rule, rules_of_format
+from lowprec.util.texts import split_at_commas, text_of
 
 ScaleRule: TypeAlias = Literal["floor", "rceil", "even"]
 Rounding: TypeAlias = Literal["nearest", "stochastic", "stochastic_gradients"]
@@ -47,9 +48,10 @@ class Recipe:
         ``"mxfp4"``, ``"nvfp4"``, ``"int8"``, ``"int8_blocks"``, or one of the first four with E5M2 elements
         (``"fp8_e5m2"``); ``"mxfp6"``, ``"mxfp6_e2m3"``, ``"fp6_rows"``, ``"fp8_fnuz"``, ``"fp8_fnuz_e5m2"``, or a
         :class:`lowprec.Format`.
-    grad_input, grad_weight : str or pair of str, optional
+    grad_input, grad_weight : str, pair of str, or Recipe, optional
         Formats of the products of the backward pass; by default those of ``forward``. Also a mode that does not
-        quantise: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bf16x3"`` or ``"bf16x6"``.
+        quantise: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bf16x3"`` or ``"bf16x6"``; or a recipe with the
+        settings of this product.
     scale_rule : {"floor", "rceil", "even"}
         Scales of the MX formats: rounded down as in the OCP specification, which clips the largest numbers of a block,
         up as by cuBLAS and TransformerEngine, or down from the largest number as it is rounded to the precision of the
@@ -92,8 +94,8 @@ class Recipe:
     """
 
     forward: str | tuple[str, str]
-    grad_input: str | tuple[str, str] | None = None
-    grad_weight: str | tuple[str, str] | None = None
+    grad_input: str | tuple[str, str] | Recipe | None = None
+    grad_weight: str | tuple[str, str] | Recipe | None = None
     scale_rule: ScaleRule = "floor"
     rounding: Rounding = "nearest"
     seed: int | None = None
@@ -126,8 +128,8 @@ class Recipe:
         if self.seed is None and (self.rounding != "nearest" or self.hadamard):
             measure = "a Hadamard transform" if self.hadamard else "stochastic rounding"
             raise ModeError(f"a recipe with {measure} needs a seed; pass seed=")
-        value = _text(self.forward)
-        given = ",".join(f"{name}={_text(x)}" for name, x in self._given())
+        value = text_of(self.forward)
+        given = ",".join(f"{name}={text_of(x)}" for name, x in self._given())
         if given:
             value = f"{value}({given})"
         # An attribute, because PyTorch's compiler reads it.
@@ -135,7 +137,8 @@ class Recipe:
 
     def _check_effects(self) -> None:
         """Raise ModeError for an option that changes none of the three products."""
-        rules = [rule for name in _PAIRS for rule in _formats_of(self, name)]
+        own = [name for name in _PAIRS if not isinstance(getattr(self, name), Recipe)]
+        rules = [rule for name in own for rule in _formats_of(self, name)]
         fast = [_formats_of(self, name) for name in self.fast_accum]
         options = {
             "fast_accum": all(pair and all(rule.is_float8 for rule in pair) for pair in fast),
@@ -146,9 +149,9 @@ class Recipe:
         }
         for name, has_effect in options.items():
             if not has_effect:
-                text = _text(getattr(self, name))
+                text = text_of(getattr(self, name))
                 raise ModeError(
-                    f"{name}={text} has no effect on a recipe of {_text(self.forward)}; omit {name}="
+                    f"{name}={text} has no effect on a recipe of {text_of(self.forward)}; omit {name}="
                 )
 
     def in_pass(self, product: Pass) -> str | Recipe:
@@ -202,6 +205,12 @@ class Recipe:
         return replace(self, product=product)
 
     @property
+    def settings(self) -> tuple[Recipe, ...]:
+        """The recipes with the settings of the three products: this one, or their own."""
+        own = (getattr(self, name) for name in _PAIRS)
+        return tuple(x if isinstance(x, Recipe) else self for x in own)
+
+    @property
     def base(self) -> str:
         """Name of the mode of ``a`` in the forward product."""
         name, _ = _pair(self.forward)
@@ -241,19 +250,12 @@ class Recipe:
         return format(self.value, spec)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, tuple):
-        return str(value)
-    mark = "x" if isinstance(value[0], int) else "/"
-    return mark.join(map(str, value))
-
-
 @cache
 def parse_recipe(text: str) -> Recipe:
     """Return the recipe of a text such as ``"fp8(grad_input=fp8_e5m2/fp8)"``; raise ModeError if it is none."""
     name, _, rest = "".join(text.split()).partition("(")
     given: dict[str, Any] = {}
-    for item in filter(None, rest.removesuffix(")").split(",")):
+    for item in filter(None, split_at_commas(rest.removesuffix(")"))):
         key, _, value = item.partition("=")
         if key not in _READERS or not value or key in given:
             raise ModeError(
@@ -269,10 +271,9 @@ def parse_recipe(text: str) -> Recipe:
 
 
 def _names(text: str) -> Any:
-    names = tuple(text.split("/"))
-    if len(names) == 1:
-        return text
-    return names
+    if "(" in text:
+        return parse_recipe(text)
+    return tuple(text.split("/")) if "/" in text else text
 
 
 def _pair(names: Any) -> Any:
@@ -304,6 +305,8 @@ def _checked_pair(name: str, value: Any) -> Any:
     """Return a format, or a pair of two different ones; raise ModeError for others."""
     if value is None and name != "forward":
         return None
+    if isinstance(value, Recipe) and name != "forward":
+        return _checked_recipe(name, value)
     pair = _pair(str(value) if isinstance(value, Format) else value)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ModeError(f"{name} of a recipe is a format or a pair of formats, got {quoted(value)}")
@@ -330,6 +333,19 @@ def _checked_pair(name: str, value: Any) -> Any:
     if a == b:
         return a
     return a, b
+
+
+def _checked_recipe(name: str, recipe: Recipe) -> Any:
+    """Return the recipe of one product, or its formats if it has no settings; raise ModeError for other options."""
+    given = dict(recipe._given())
+    refused = {*given} - {"scale_rule", "rounding", "seed", "hadamard", "weight_block"}
+    if name != "grad_weight":
+        refused |= {*given} & {"hadamard"}
+    if refused:
+        raise ModeError(
+            f"{name} of a recipe: {', '.join(sorted(refused))} of {recipe} have no effect there; omit them"
+        )
+    return recipe if given else recipe.forward
 
 
 #: Modes that do not quantise, for the products of the backward pass.
@@ -360,6 +376,8 @@ _WEIGHTS = {"forward": (False, True), "grad_input": (False, True), "grad_weight"
 def _formats_of(recipe: Recipe, product: str) -> tuple[Rule, ...]:
     """Return the rules of the formats of both operands of a product, none for a mode that does not quantise."""
     names = getattr(recipe, product) or recipe.forward
+    if isinstance(names, Recipe):
+        names = names.forward
     if names in PLAIN:
         return ()
     a, b = _pair(names)
@@ -372,6 +390,9 @@ def _rules(recipe: Recipe) -> tuple[Rule, Rule]:
     if not rules:
         raise ModeError(f"the product {recipe.product} of the recipe {recipe} does not quantise")
     a, b = rules
+    settings = recipe.settings[_PAIRS.index(recipe.product)]
+    if settings is not recipe:
+        recipe = replace(settings, product=recipe.product, knows_weight=recipe.knows_weight)
     return _refined(a, recipe, 0), _refined(b, recipe, 1)
 
 

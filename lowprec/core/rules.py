@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from lowprec.errors import ModeError, quoted
 from lowprec.modes import Mode, ModeLike, parse_mode
+from lowprec.util.texts import split_at_commas
 
 #: Pairs of a pattern and a mode.
 Rules: TypeAlias = tuple[tuple[str, Mode], ...]
@@ -30,8 +31,7 @@ ALL = "*"
 KEPT = frozenset(["dot", "ger", "lapack"])
 _UNKNOWN: Layer = (("", ""),)
 
-#: Commas outside of parentheses and brackets, and PATTERN=MODE; a colon is part of a format.
-_COMMA = re.compile(r",(?![^(\[]*[)\]])")
+#: PATTERN=MODE; a colon is part of a format.
 _ITEM = re.compile(r"\s*([^=(:]*?)\s*=(.+)", re.DOTALL)
 
 
@@ -70,7 +70,7 @@ def _rule(pair: Any) -> tuple[str, Mode]:
 
 def _of_text(text: str, what: str) -> Any:
     """Return the pairs of ``PATTERN=MODE,...``, or the text of a mode."""
-    items = _COMMA.split(text)
+    items = split_at_commas(text)
     found = [_ITEM.fullmatch(item) for item in items]
     if not any(found):
         return text

@@ -139,7 +139,9 @@ def restrict(mode: Mode, source: ModeSource) -> ResolvedMode:
 def _at_step(resolved: ResolvedMode, step: int) -> ResolvedMode:
     """Give the step of the current scope's recipe to one without: those of layers, and of compiled graphs."""
     mode = resolved.mode
-    if not step or not isinstance(mode, Recipe) or mode.seed is None or mode.step:
+    if not step or not isinstance(mode, Recipe) or mode.step:
+        return resolved
+    if all(each.seed is None for each in mode.settings):
         return resolved
     return replace(resolved, mode=mode.at(step))
 

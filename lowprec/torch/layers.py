@@ -22,10 +22,11 @@ _numbers = itertools.cycle(range(1, 1 << 20))
 def _of_layer(mode: str | Mode, number: int) -> str:
     """Return the name of a mode; a recipe knows that ``b`` is a weight, and the layer's number unless it has one."""
     mode = parse_mode(mode)
-    if isinstance(mode, Recipe) and mode.weight_block:
+    if isinstance(mode, Recipe) and any(x.weight_block for x in mode.settings):
         mode = replace(mode, knows_weight=True)
-    if isinstance(mode, Recipe) and mode.rounding != "nearest" and not mode.layer:
-        mode = mode.at(layer=number)
+    if isinstance(mode, Recipe) and not mode.layer:
+        is_random = any(x.rounding != "nearest" for x in mode.settings)
+        mode = mode.at(layer=number if is_random else 0)
     return str(mode)
 
 

@@ -72,5 +72,6 @@ def _refined(recipe: Recipe, part: Part, step: int) -> Mode:
     number = 0
     if part.layer:
         number = zlib.crc32(part.layer[0][0].encode()) % (1 << 20)
-    knows_weight = bool(part.layer and part.place is not None and recipe.weight_block)
+    blocks_weights = any(each.weight_block for each in recipe.settings)
+    knows_weight = bool(part.layer and part.place is not None and blocks_weights)
     return replace(recipe, step=step, layer=number, product=part.product, knows_weight=knows_weight)

@@ -8,6 +8,7 @@ import pytest
 
 import lowprec
 from lowprec import recipes
+from lowprec.core.rules import parse_rules
 from lowprec.modes import MathMode, available_modes, of_pass, parse_mode, row, rules_of
 from lowprec.recipes import Recipe
 from support.programs import run_python
@@ -21,6 +22,13 @@ SOME = [
     Recipe.mxfp8_training(),
     Recipe.nvfp4_training(seed=5),
     Recipe.nvfp4_training(seed=5).of("grad_weight").at(3, 2),
+    Recipe("nvfp4", grad_input=Recipe("mxfp8", scale_rule="rceil"), grad_weight="bf16"),
+    Recipe(
+        "nvfp4",
+        seed=1,
+        rounding="stochastic",
+        grad_weight=Recipe("mxfp4", rounding="stochastic", seed=2, hadamard=16),
+    ),
 ]
 
 
@@ -241,3 +249,45 @@ def test_a_step_of_a_scope_reaches_recipes_without_one():
     with lowprec.math_mode(recipe.at(3)):
         assert np.array_equal(lowprec.matmul(a, a.T), third)
         assert np.array_equal(lowprec.matmul(a, a.T, math_mode=recipe), third)
+
+
+def test_a_product_may_have_a_recipe_of_its_own(rng):
+    """Its gradient is that of a recipe with these settings for all products, and its settings are not the others'."""
+    own = Recipe("mxfp8", scale_rule="rceil", rounding="stochastic", seed=3)
+    recipe = Recipe(
+        "nvfp4",
+        weight_block=(16, 16),
+        grad_weight=own,
+        grad_input=Recipe("nvfp4", rounding="stochastic_gradients", seed=4),
+    )
+    assert of_pass(recipe, "forward").rules == Recipe("nvfp4").rules
+    assert of_pass(recipe, "grad_weight").rules == of_pass(own, "grad_weight").rules
+    first, second = of_pass(recipe, "grad_input").rules
+    assert (first.rounding, first.seed, second.rounding) == ("stochastic", 4, "nearest")
+    knowing = dataclasses.replace(recipe, knows_weight=True)
+    assert of_pass(knowing, "forward").rules[1].block == (16, 16)
+    assert of_pass(knowing, "grad_input").rules[1].block == (1, 16)
+    a, b = rng.standard_normal((5, 64), np.float32), rng.standard_normal((64, 7), np.float32)
+    for step in (0, 1):
+        found, want = (
+            lowprec.matmul(a, b, math_mode=of_pass(x, "grad_weight").at(step))
+            for x in (recipe, own)
+        )
+        assert np.array_equal(found, want)
+    assert Recipe("nvfp4", grad_weight=Recipe("mxfp8")) == Recipe("nvfp4", grad_weight="mxfp8")
+    rules = parse_rules(f"head={recipe},*=mxfp8")
+    assert rules == (("head", recipe), ("*", MathMode.MXFP8))
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (Recipe("mxfp8", grad_input="bf16"), r"grad_weight of a recipe: grad_input of mxfp8\(grad_input=bf16\) have"),
+        (Recipe("mxfp8", seed=1, rounding="stochastic", step=2), "step of .* have no effect there; omit them"),
+    ],
+)  # fmt: skip
+def test_a_recipe_of_one_product_has_no_settings_of_others(own, words):
+    with pytest.raises(lowprec.ModeError, match=words):
+        Recipe("nvfp4", grad_weight=own)
+    with pytest.raises(lowprec.ModeError, match="grad_input of a recipe: hadamard of"):
+        Recipe("nvfp4", grad_input=Recipe("nvfp4", hadamard=16, seed=1))
