@@ -86,7 +86,7 @@ def _product(
 ) -> da.Array:
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
-    emulates = resolved.emulates and str(resolved.emulates)
+    emulates = resolved.emulates
     mode = str(MathMode.FP32)
     # An argument without effect would make the workers warn.
     if row(resolved.mode).acts(parse_dtype(accumulator)):

@@ -14,12 +14,11 @@ array([[2., 0.],
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lowprec.architectures import Architecture, parse_architecture
+from lowprec.architectures import Emulated, TensorCore, parse_architecture
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends.cpu.emulation import matrix_cores
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
@@ -27,7 +26,6 @@ from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.numpy_rounding import rounded
 from lowprec.errors import ArrayError, DeviceError, DTypeError, SettingError, ShapeError, quoted
 from lowprec.formats import DType
-from lowprec.planning.tensor_cores import Accumulation
 from lowprec.util.strides import Shape
 from lowprec.util.tracing import uncompiled
 
@@ -48,63 +46,6 @@ _FORMATS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorCore:
-    """The sums of a tensor core, also of one that does not exist, for :func:`mma`.
-
-    Parameters
-    ----------
-    group : int
-        Products that are added to the accumulator at once, from 1 to 128.
-    fraction_bits : int
-        Bits below the largest exponent of a group that terms keep, from 1 to 35.
-    result_bits : int
-        Fraction bits of a sum that remain, from 1 to 23.
-    least_exponent : int
-        The exponent to which terms are aligned at least, from -149 to 0.
-    adds_after : bool
-        Whether the accumulator is not one of the terms, but is added to their sum, to nearest.
-
-    Raises
-    ------
-    SettingError
-        A number is out of its range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from lowprec.emulation import TensorCore, mma
-    >>> x = np.full((1, 8), 2.0**-6, np.float32)
-    >>> one = np.ones((1, 1), np.float32)
-    >>> [float(mma(x, x.T, one, arch=TensorCore(group=8, fraction_bits=f), format="e4m3")[0, 0]) for f in (11, 12)]
-    [1.0, 1.001953125]
-    """
-
-    group: int
-    fraction_bits: int
-    result_bits: int = 23
-    least_exponent: int = -133
-    adds_after: bool = False
-
-    def __post_init__(self) -> None:
-        ranges = {
-            "group": (1, 128),
-            "fraction_bits": (1, 35),
-            "result_bits": (1, 23),
-            "least_exponent": (-149, 0),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise SettingError(
-                    f"{name} of a tensor core is an integer from {low} to {high}, got {quoted(value)}"
-                )
-
-    def _for(self, fmt: str) -> Accumulation:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Accumulation(instruction_k=self.group, emin=FORMATS[fmt].emin, **fields)
-
-
 #: FP8 by ``mma.sync`` of a B200, compiled to instructions of FP16 units; products of cuBLASLt are by ``tcgen05.mma``.
 BLACKWELL_MMA_SYNC = TensorCore(group=32, fraction_bits=25, adds_after=True)
 
@@ -115,7 +56,7 @@ def mma(
     b: Any,
     c: Any,
     *,
-    arch: str | Architecture | TensorCore,
+    arch: str | Emulated,
     format: str,  # noqa: A002 - the usual term
 ) -> Any:
     """Return the bits of ``c + a @ b`` on an architecture's tensor cores.
@@ -178,9 +119,7 @@ def mma(
     core = None
     if isinstance(arch, str):
         core = matrix_cores.matrix_core(arch, name_of_format)
-    if isinstance(arch, TensorCore):
-        model = arch._for(name_of_format)
-    elif core is None:
+    if core is None:
         model = arithmetic(parse_architecture(arch), name_of_format)
     x = _view("a", a)
     y = _view("b", b)

@@ -19,7 +19,7 @@ from lowprec.rounding_rules import NAMED, Format
 from lowprec.util.plain import StrEnum
 
 if TYPE_CHECKING:
-    from lowprec.architectures import Architecture
+    from lowprec.architectures import Emulated
 
 
 @unique
@@ -237,7 +237,7 @@ class ResolvedMode:
     source: ModeSource
     requested: Mode | None = None  # the requested mode if the guard or a variable replaced it
     reasons: tuple[str, ...] = ()  # each decision as a sentence
-    emulates: Architecture | None = None  # GPU generation whose tensor cores the CPU emulates
+    emulates: Emulated | None = None  # GPU generation whose tensor cores the CPU emulates
 
 
 #: Other accepted names: ``highest``, ``high`` and ``medium`` as in PyTorch and JAX, JAX's precisions and presets. JAX's

@@ -32,7 +32,7 @@ def _modes() -> str:
     """Return the resolutions of the arguments as text, which is equal for equivalent policies."""
     resolved = [policy.resolve(mode) for mode in _ARGUMENTS]
     emulates = resolved[0].emulates
-    return " ".join([*(str(x.mode) for x in resolved), "" if emulates is None else emulates.name])
+    return " ".join([*(str(x.mode) for x in resolved), "" if emulates is None else repr(emulates)])
 
 
 _context = jax.make_user_context(Context().run(_modes))

@@ -83,7 +83,7 @@ from lowprec.planning.split_bounds import (
     on_tensor_cores,
     split_error,
 )
-from lowprec.planning.tensor_cores import Capability
+from lowprec.planning.tensor_cores import Cores
 
 #: Largest k for which a sum of int8 products, each at most 2^14, cannot overflow int32.
 MAX_K_INT8 = 2**17 - 1
@@ -166,7 +166,7 @@ def _depths(
     fmt: NumberFormat,
     accumulator: NumberFormat,
     components: int,
-    capability: Capability | None,
+    capability: Cores | None,
 ) -> Depths:
     def of_sum(length: int) -> Depth:
         if (
@@ -214,7 +214,7 @@ def error_bound(
     *,
     a_exact: bool = False,
     b_exact: bool = False,
-    capability: Capability | None = None,
+    capability: Cores | None = None,
     schedule: tuple[PartProduct, ...] | None = None,
     elements: int = 1,
 ) -> ErrorBound:

@@ -15,7 +15,7 @@ from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import Capability, float64_cost, tensor_cores_multiply
 
 if TYPE_CHECKING:
-    from lowprec.architectures import Architecture
+    from lowprec.architectures import Cores, Emulated
 
 #: Format name of int8 operands.
 INT8 = "int8"
@@ -72,7 +72,7 @@ class KernelRow(NamedTuple):
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
     # formats with blocks whose codes in ``b`` it decodes as it packs, as FP8's
     decodes_b: frozenset[str] = frozenset()
-    imitates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
+    imitates: Emulated | None = None  # GPU generation whose tensor cores it emulates bit by bit
 
     def __str__(self) -> str:
         return self.name
@@ -103,9 +103,9 @@ class Capabilities:
     def has_float8(self) -> bool:
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
-    def tensor_cores_of(self, kernel: KernelRow) -> Capability | None:
+    def tensor_cores_of(self, kernel: KernelRow) -> Cores | None:
         """Return the compute capability of the tensor cores that a kernel uses or emulates; None for none."""
-        return kernel.imitates.capability if kernel.imitates else self.compute_capability
+        return kernel.imitates.cores if kernel.imitates else self.compute_capability
 
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
         """Return the cost of a flop of a kernel of this device for operands of this format."""

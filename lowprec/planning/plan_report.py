@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowprec import plotting
-from lowprec.architectures import Architecture
+from lowprec.architectures import Emulated
 from lowprec.errors import UnsupportedError
 from lowprec.modes import ResolvedMode
 from lowprec.planning.costs import Roofline, roofline
@@ -188,7 +188,7 @@ def _mode_rows(plan: PlanReport) -> Iterator[Row]:
         yield "emulates", _emulates(plan, resolved.emulates)
 
 
-def _emulates(plan: PlanReport, architecture: Architecture) -> str:
+def _emulates(plan: PlanReport, architecture: Emulated) -> str:
     if plan.kernel_row.imitates:
         return f"{architecture.label}'s tensor cores"
     return (

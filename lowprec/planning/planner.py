@@ -123,7 +123,7 @@ def _schedule(
     k_chunk = checked.problem.k_chunk
     if k_chunk is None and kernel.imitates and checked.compute_dtype.is_float8:
         (fmt,) = kernel.formats or ("",)
-        model = accumulation(fmt, kernel.imitates.capability)
+        model = accumulation(fmt, kernel.imitates.cores)
         k_chunk = (model and model.library_chunk) or None
     capability = checked.capabilities.tensor_cores_of(kernel)
     if k_chunk is None and any(rounded) and scheme.parts > 1 and capability is not None:

@@ -78,7 +78,7 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         return promote(*dtypes)
     if dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
         is_emulated = emulated is not None and tensor_cores_multiply(
-            "float8_e4m3fn", emulated.capability
+            "float8_e4m3fn", emulated.cores
         )
         if capabilities.has_float8 or is_emulated:
             # FP8 operands of two types are multiplied unchanged; one type represents the pair.

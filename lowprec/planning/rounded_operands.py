@@ -89,9 +89,7 @@ def types_on_gpu(
 def types_on_cpu(rules: Rules, capabilities: Capabilities) -> tuple[DType, DType]:
     """Return the types in which a CPU multiplies rounded numbers; FP8 if it emulates tensor cores that have it."""
     emulated = capabilities.kernels[0].imitates
-    has_float8 = emulated is not None and tensor_cores_multiply(
-        "float8_e4m3fn", emulated.capability
-    )
+    has_float8 = emulated is not None and tensor_cores_multiply("float8_e4m3fn", emulated.cores)
     if has_float8 and all(map(_is_float8, rules)):
         return _float8(rules[0]), _float8(rules[1])
     if _in_integers(rules):

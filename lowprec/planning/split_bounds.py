@@ -43,7 +43,7 @@ from typing import NamedTuple, TypeAlias
 from lowprec.formats import NumberFormat
 from lowprec.modes import ModeRow, Pair
 from lowprec.planning.schedule import PartProduct
-from lowprec.planning.tensor_cores import Capability, roundings, tensor_cores_multiply
+from lowprec.planning.tensor_cores import Cores, roundings, tensor_cores_multiply
 
 #: Largest probability with which a probable bound fails for a product.
 FAILURE = 1e-3
@@ -101,7 +101,7 @@ class Depth(NamedTuple):
 Depths: TypeAlias = dict[Pair, tuple[Depth, float]]
 
 
-def on_tensor_cores(terms: int, fmt: str, capability: Capability) -> Depth:
+def on_tensor_cores(terms: int, fmt: str, capability: Cores) -> Depth:
     """Return the depth of a sum on tensor cores, or on FP32 units if tensor cores do not support the format."""
     if tensor_cores_multiply(fmt, capability):
         return Depth(0, roundings(terms, fmt, capability))
@@ -144,7 +144,7 @@ def _rounds(product: PartProduct) -> bool:
     return abs(mantissa) != 0.5
 
 
-def chunk_for(k: int, fmt: str, capability: Capability) -> int | None:
+def chunk_for(k: int, fmt: str, capability: Cores) -> int | None:
     """Return the length of the chunks of k in which tensor cores sum the leading product, None for one chunk.
 
     Return the longest chunk whose error on data of one sign, where truncations add up, is about that of an FP32 sum, or

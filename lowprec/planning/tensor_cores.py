@@ -15,8 +15,11 @@ capabilities and instructions: CUDA C++ Programming Guide, *Warp Matrix Function
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import ceil
 from typing import NamedTuple
+
+from lowprec.architectures import Cores, TensorCore
 
 Capability = tuple[int, int]
 
@@ -109,21 +112,27 @@ def first_capability(fmt: str) -> Capability | None:
     return None
 
 
-def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
-    """Whether tensor cores of a compute capability (None: no tensor cores) support a format."""
+def tensor_cores_multiply(fmt: str, capability: Cores | None) -> bool:
+    """Whether tensor cores of a compute capability (None: no tensor cores) or a model support a format."""
+    if isinstance(capability, TensorCore):
+        return all(model is not None for _, model in _MODELS.get(fmt, (((0, 0), None),)))
     if fmt == "float64":
         return capability in _FLOAT64_TENSOR_CORES
     first = first_capability(fmt)
     return capability is not None and first is not None and capability >= first
 
 
-def accumulation(fmt: str, capability: Capability) -> Accumulation | None:
-    """Return how tensor cores of a compute capability sum products of a format in FP32; None if they do not."""
+def accumulation(fmt: str, capability: Cores) -> Accumulation | None:
+    """Return how tensor cores of a compute capability or a model sum products of a format in FP32; None if not."""
+    if isinstance(capability, TensorCore):
+        if not tensor_cores_multiply(fmt, capability):
+            return None
+        return Accumulation(instruction_k=capability.group, **asdict(capability))
     models = (model for since, model in _MODELS.get(fmt, ()) if capability >= since)
     return next(models, None)
 
 
-def roundings(k: int, fmt: str, capability: Capability) -> int:
+def roundings(k: int, fmt: str, capability: Cores) -> int:
     """Return the largest number of roundings to FP32 of a term in a sum of ``k`` products."""
     model = accumulation(fmt, capability)
     if model is None:

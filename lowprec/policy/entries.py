@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from lowprec.policy.switches import Hold
 
 if TYPE_CHECKING:
-    from lowprec.architectures import Architecture
+    from lowprec.architectures import Emulated
     from lowprec.modes import Mode
 
 #: A policy: the mode, whether it is a guard, and the emulated architecture.
-Frame = tuple["Mode | None", bool, "Architecture | None"]
+Frame = tuple["Mode | None", bool, "Emulated | None"]
 OUTSIDE: Frame = (None, False, None)
 
 

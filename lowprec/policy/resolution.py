@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from lowprec.architectures import Architecture
+from lowprec.architectures import Emulated
 from lowprec.modes import (
     MathMode,
     Mode,
@@ -27,7 +27,7 @@ FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 _process_mode: Mode | None = None
 
 
-def emulated_architecture() -> Architecture | None:
+def emulated_architecture() -> Emulated | None:
     """Return the architecture that the CPU emulates in this thread and task."""
     return entries.policy()[2]
 
@@ -154,7 +154,7 @@ def _resolve(
     context: Mode | None,
     process: Mode | None,
     variables: EnvironmentSnapshot,
-    emulates: Architecture | None,
+    emulates: Emulated | None,
 ) -> ResolvedMode:
     requests = (
         (ModeSource.ARGUMENT, None if argument is None else parse_mode(argument)),
@@ -174,7 +174,7 @@ def _impose(
     source: ModeSource,
     guarded: bool,
     variables: EnvironmentSnapshot,
-    emulates: Architecture | None,
+    emulates: Emulated | None,
 ) -> ResolvedMode:
     """Apply the forced mode, the guard and NVIDIA's variable to a requested mode (None for no request)."""
     mode = requested or MathMode.FP32

@@ -13,7 +13,7 @@ from functools import lru_cache
 from threading import get_ident
 from typing import Any, cast
 
-from lowprec.architectures import Architecture, parse_architecture
+from lowprec.architectures import Emulated, parse_architecture
 from lowprec.errors import SettingError, quoted, warn
 from lowprec.modes import ArchitectureName, MathMode, ModeLike, parse_mode
 from lowprec.policy import entries, environment
@@ -348,8 +348,8 @@ class emulate(PolicyScope):
 
     Parameters
     ----------
-    architecture : {"volta", "ampere", "ada", "hopper", "blackwell"}
-        GPU generation, in any case.
+    architecture : {"volta", "ampere", "ada", "hopper", "blackwell"} or lowprec.emulation.TensorCore
+        GPU generation, in any case; or the sums of a tensor core, for all formats, in one chain over k.
 
     Raises
     ------
@@ -375,9 +375,11 @@ class emulate(PolicyScope):
     1.0
     """
 
-    def __init__(self, architecture: ArchitectureName | Architecture) -> None:
+    def __init__(self, architecture: ArchitectureName | Emulated) -> None:
         self._own = (None, False, parse_architecture(architecture))
         super().__init__()
 
     def __repr__(self) -> str:
-        return f"emulate({str(self._own[2])!r})"
+        core = self._own[2]
+        text = str(core) if isinstance(core, str) else core
+        return f"emulate({text!r})"

@@ -13,7 +13,7 @@ from backends.tensor_core_oracle import dot
 from lowprec import ArrayError, DTypeError, SettingError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
-from lowprec.emulation import mma
+from lowprec.emulation import TensorCore, mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE
 from lowprec.planning.gpus import MODELS
@@ -180,6 +180,35 @@ def test_pieces_of_k_limit_the_cost_of_float8_sums(rng):
             exact = a.astype(np.float64) @ b
             error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - exact)
             assert error < bound * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    ("core", "arch", "mode"),
+    [
+        (TensorCore(group=8, fraction_bits=24, least_exponent=-132), "ampere", "fp16"),
+        (TensorCore(group=8, fraction_bits=24, least_exponent=-132), "ampere", "bf16x3"),
+        (TensorCore(group=8, fraction_bits=25), "hopper", "tf32"),
+        (TensorCore(group=32, fraction_bits=13, result_bits=13), "hopper", "fp8(fast_accum=forward)"),
+    ],
+)  # fmt: skip
+def test_a_model_is_emulated_as_an_architecture(core, arch, mode, operands):
+    """The numbers of an architecture's row give its bits, and others give other bits within their bound."""
+    a, b = operands
+    with emulate(arch):
+        want = lowprec.matmul(a, b, math_mode=mode)
+    with emulate(core):
+        found = lowprec.matmul(a, b, math_mode=mode)
+        assert emulated_architecture() == core
+    np.testing.assert_array_equal(found, want)
+    narrow = TensorCore(group=4, fraction_bits=12, result_bits=12)
+    with emulate(narrow) as scope:
+        other = lowprec.matmul(a, b, math_mode=mode)
+        plan = lowprec.plan(a, b, math_mode=mode)
+    assert repr(scope).startswith("emulate(TensorCore(group=4, fraction_bits=12,")
+    assert plan.kernel.startswith("tensor_core_")
+    assert not np.array_equal(other, want)
+    error = np.linalg.norm(other - a.astype(float) @ b)
+    assert error <= plan.bound.relative * np.linalg.norm(a) * np.linalg.norm(b)
 
 
 def test_complex_components_are_one_chain_each(rng):

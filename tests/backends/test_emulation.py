@@ -109,7 +109,7 @@ def test_more_bits_than_those_of_gpus_are_exact(group, rng):
     core = TensorCore(group=group, fraction_bits=35)
     assert (
         bits(mma(a, b, c, arch=core, format="fp16"))
-        == bits(scalar_twin(a, b, c, core._for("float16")))
+        == bits(scalar_twin(a, b, c, arithmetic(core, "float16")))
     ).all()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.architectures import Architecture
+from lowprec.architectures import Emulated
 from lowprec.arrays import Device
 from lowprec.backends.cpu import cpuinfo, library, threads
 from lowprec.backends.cpu.emulation import arithmetic
@@ -47,7 +47,7 @@ def _capabilities() -> Capabilities:
 
 
 @functools.cache
-def _emulating(architecture: Architecture) -> Capabilities:
+def _emulating(architecture: Emulated) -> Capabilities:
     real = _capabilities()
     return replace(real, kernels=(*arithmetic.kernels(architecture), *real.kernels))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from lowprec.architectures import Architecture
+from lowprec.architectures import Emulated
 from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.errors import UnsupportedError
 from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
@@ -17,14 +17,14 @@ FORMATS: dict[str, NumberFormat] = {
 }
 
 
-def formats_of(architecture: Architecture) -> tuple[str, ...]:
-    return tuple(name for name in FORMATS if accumulation(name, architecture.capability))
+def formats_of(architecture: Emulated) -> tuple[str, ...]:
+    return tuple(name for name in FORMATS if accumulation(name, architecture.cores))
 
 
 @functools.cache
-def arithmetic(architecture: Architecture, fmt: str) -> Accumulation:
+def arithmetic(architecture: Emulated, fmt: str) -> Accumulation:
     """Return the arithmetic of an architecture's tensor cores for a format; UnsupportedError if they lack it."""
-    model = accumulation(fmt, architecture.capability) if fmt in FORMATS else None
+    model = accumulation(fmt, architecture.cores) if fmt in FORMATS else None
     if model is None:
         raise UnsupportedError(
             f"the tensor cores of {architecture.label} do not support {fmt}; emulated formats: "
@@ -33,11 +33,11 @@ def arithmetic(architecture: Architecture, fmt: str) -> Accumulation:
     return model._replace(emin=FORMATS[fmt].emin)
 
 
-def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:
+def kernels(architecture: Emulated) -> tuple[KernelRow, ...]:
     return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture))
 
 
-def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
+def _kernel(architecture: Emulated, fmt: str) -> KernelRow:
     model = arithmetic(architecture, fmt)
     return NUMPY._replace(
         name=f"{architecture}_{fmt}",
