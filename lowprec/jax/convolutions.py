@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from lowprec.jax.lowering import Contraction, Convolution, computed, rounds_vectors
+from lowprec.jax.lowering import Contraction, GeneralConvolution, computed, rounds_vectors
 from lowprec.modes import parse_mode
 
 _GROUPED = Contraction((((2,), (2,)), ((0,), (0,))), None)
@@ -22,7 +22,7 @@ _GROUPED = Contraction((((2,), (2,)), ((0,), (0,))), None)
 def convolve(x: Any, weight: Any, params: dict[str, Any], **options: Any) -> Any:
     """Convolve two arrays by the parameters of ``lax.conv_general_dilated``; options as of ``computed``."""
     if not rounds_vectors(parse_mode(options["mode"])):
-        return computed(x, weight, None, Convolution(params), **options)
+        return computed(x, weight, None, GeneralConvolution(params), **options)
     numbers = params["dimension_numbers"]
     images = jnp.transpose(x, numbers.lhs_spec)
     kernels = jnp.transpose(weight, numbers.rhs_spec)

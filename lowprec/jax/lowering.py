@@ -68,7 +68,7 @@ class Contraction(NamedTuple):
         )
 
 
-class Convolution(NamedTuple):
+class GeneralConvolution(NamedTuple):
     """A convolution by the parameters of ``lax.conv_general_dilated``."""
 
     params: dict[str, Any]
@@ -80,7 +80,7 @@ class Convolution(NamedTuple):
 
 
 #: The operations on rounded operands.
-Bilinear = Contraction | Convolution
+Bilinear = Contraction | GeneralConvolution
 
 
 def multiply(
@@ -103,7 +103,7 @@ def computed(
 ) -> Any:
     """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform.
 
-    ``step``, an int32 array, is that of a recipe without one. A :class:`Convolution` has a mode that rounds each
+    ``step``, an int32 array, is that of a recipe without one. A :class:`GeneralConvolution` has a mode that rounds each
     number for itself: not one of :func:`rounds_vectors`.
     """
     storage = dtype_from_name(str(a.dtype))
