@@ -49,12 +49,6 @@ def convolve(x: Any, weight: Any, params: dict[str, Any], **options: Any) -> Any
     return jnp.transpose(out, order)
 
 
-def multiplications(params: dict[str, Any], weight: Any, out: Any) -> int:
-    """Return the number of products of elements, those with the zeros of borders included."""
-    _, channels, *kernel = (weight.shape[axis] for axis in params["dimension_numbers"].rhs_spec)
-    return prod(out.shape) * channels * prod(kernel)
-
-
 def _padded(images: Any, padding: Any, dilation: Any) -> Any:
     """Put zeros at the borders and between the elements of images (n, channels, *extents)."""
     zero = jnp.zeros((), images.dtype)

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 from lowprec import policy
 from lowprec.core.interception import Interception
-from lowprec.core.interception_report import InterceptedProduct, PassedBy
+from lowprec.core.interception_report import PassedBy
 from lowprec.core.ledger import LedgerRow
 from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
@@ -80,9 +80,6 @@ class intercept(Interception):
             self._observer,
         )
 
-    def unobserved(self) -> list[InterceptedProduct]:
-        return [p for p in self.report().products if p.operator != "dot_general"]
-
     def settle(self) -> None:
         if self._observer is not None:
             self._observer.settle()
@@ -114,8 +111,6 @@ class intercept(Interception):
 
 
 _FLOATS = ("float32", "complex64", "float64", "complex128", "float16", "bfloat16")
-_CONVOLUTION = "conv_general_dilated"
-_GPUS = ("cuda", "rocm")
 #: Precisions of products that choose none, in addition to JAX's default when the block began.
 _NO_CHOICE = (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT), lax.DotAlgorithmPreset.DEFAULT)
 #: The key of the block.
@@ -158,6 +153,37 @@ def _register(primitive: Any, rule: Callable[..., Any]) -> None:
 def _lower_product(
     own: Callable[..., Any], platform: str | None, ctx: Any, a: Any, b: Any, **params: Any
 ) -> Any:
+    dimensions = params["dimension_numbers"]
+    inner = prod(ctx.avals_in[0].shape[axis] for axis in dimensions[0][0])
+    sharding = params.get("out_sharding")
+    compute = functools.partial(multiply, dimensions=dimensions, out_sharding=sharding)
+    return _lower(_mode_of_product, compute, inner, own, platform, ctx, a, b, params)
+
+
+def _lower_convolution(
+    own: Callable[..., Any], platform: str | None, ctx: Any, x: Any, weight: Any, **params: Any
+) -> Any:
+    _, channels, *kernel = params["dimension_numbers"].rhs_spec
+    inner = prod(ctx.avals_in[1].shape[axis] for axis in (channels, *kernel))
+    compute = functools.partial(convolve, params=params)
+    return _lower(_mode_of_convolution, compute, inner, own, platform, ctx, x, weight, params)
+
+
+def _lower(
+    choose: Callable[..., tuple[Mode | None, PassedBy | None]],
+    function: Callable[..., Any],
+    inner: int,
+    own: Callable[..., Any],
+    platform: str | None,
+    ctx: Any,
+    a: Any,
+    b: Any,
+    params: dict[str, Any],
+) -> Any:
+    """Lower a product by a function in the mode that ``choose`` returns, or by JAX's own rule if it returns a reason.
+
+    ``inner`` is the number of products in an element of the result.
+    """
     if _thread.is_busy or _context.value is None:
         return own(ctx, a, b, **params)
     rules, default, observer = _context.value
@@ -165,24 +191,23 @@ def _lower_product(
     if observer is not None:
         layer = observer.layer(ctx, _name_of(ctx))
         rules = observer.rules_of(layer, rules)
-    mode, reason = _mode_of_product(ctx, rules, default, params)
-    if mode is None or reason is not None:
-        _count(ctx, "dot_general", "", reason)
-        if observer is None or not observer.records:
-            return own(ctx, a, b, **params)
-        compute = functools.partial(lax.dot_general_p.bind, **params)
-        return _lowered(observer.observed(ctx, layer, "", params, compute, None), ctx, a, b)
-    _count(ctx, "dot_general", mode.value, None)
-    compute = functools.partial(
-        multiply, dimensions=params["dimension_numbers"], out_sharding=params.get("out_sharding"), mode=mode.value,
-        out_dtype=ctx.avals_out[0].dtype.name, on_gpu=platform in _GPUS,
-    )  # fmt: skip
-    if observer is not None and observer.records:
-        again = None
+    on_gpu = platform in ("cuda", "rocm")
+    mode, reason = choose(ctx, rules, default, params, on_gpu)
+    name = mode.value if mode is not None else ""
+    _count(ctx, name, reason)
+    records = observer is not None and observer.records
+    if mode is None and not records:
+        return own(ctx, a, b, **params)
+    compute = functools.partial(ctx.primitive.bind, **params)
+    again = None
+    if mode is not None:
+        out_dtype = ctx.avals_out[0].dtype.name
+        compute = functools.partial(function, mode=name, out_dtype=out_dtype, on_gpu=on_gpu)
+    if records:
         reference = observer.recorder.reference
-        if reference is not None and policy.resolve(reference).mode != mode:
+        if mode is not None and reference and policy.resolve(reference).mode != mode:
             again = functools.partial(compute, mode=policy.resolve(reference).mode.value)
-        compute = observer.observed(ctx, layer, mode.value, params, compute, again)
+        compute = observer.observed(ctx, layer, name, params, inner, compute, again)
     return _lowered(compute, ctx, a, b)
 
 
@@ -196,7 +221,7 @@ def _lowered(compute: Callable[..., Any], ctx: Any, a: Any, b: Any) -> Any:
 
 
 def _mode_of_product(
-    ctx: Any, rules: Rules, default: Any, params: Any
+    ctx: Any, rules: Rules, default: Any, params: Any, on_gpu: bool
 ) -> tuple[Mode | None, PassedBy | None]:
     """Return the mode of a product by the rules, or the reason why it is XLA's."""
     free = [
@@ -209,6 +234,17 @@ def _mode_of_product(
         return None, PassedBy.VECTORS if routine == "dot" else PassedBy.LAYER
     if row(asked).quantizes and not all(free) and not names(rules, routine):
         asked = MathMode.BF16
+    return _mode_of(ctx, asked, default, params["precision"])
+
+
+def _mode_of_convolution(
+    ctx: Any, rules: Rules, default: Any, params: Any, on_gpu: bool
+) -> tuple[Mode | None, PassedBy | None]:
+    if on_gpu:
+        return None, PassedBy.CONVOLUTION
+    asked = first_match(rules, _layer_of(ctx), ctx.primitive.name)
+    if asked is None:
+        return None, PassedBy.LAYER
     return _mode_of(ctx, asked, default, params["precision"])
 
 
@@ -281,37 +317,12 @@ def _default_precision(_: Any) -> Any:
     return equation.params["precision"]
 
 
-def _lower_convolution(
-    own: Callable[..., Any], platform: str | None, ctx: Any, x: Any, weight: Any, **params: Any
-) -> Any:
-    if _thread.is_busy or _context.value is None:
-        return own(ctx, x, weight, **params)
-    rules, default, _ = _context.value
-    asked = first_match(rules, _layer_of(ctx), _CONVOLUTION)
-    mode: Mode | None = None
-    reason: PassedBy | None = PassedBy.LAYER
-    if platform in _GPUS:
-        reason = PassedBy.CONVOLUTION
-    elif asked is not None:
-        mode, reason = _mode_of(ctx, asked, default, params["precision"])
-    if mode is None:
-        _count(ctx, _CONVOLUTION, "", reason)
-        return own(ctx, x, weight, **params)
-    _count(ctx, _CONVOLUTION, mode.value, None)
-    compute = functools.partial(
-        convolve,
-        params=params,
-        mode=mode.value,
-        out_dtype=ctx.avals_out[0].dtype.name,
-        on_gpu=False,
-    )
-    return _lowered(compute, ctx, x, weight)
-
-
-def _count(ctx: Any, operator: str, mode: str, reason: PassedBy | None) -> None:
+def _count(ctx: Any, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
     name = _name_of(ctx)
     is_backward = "transpose(" in "/".join(_names_of(ctx))
-    found = LedgerRow(name, operator, ctx.avals_in[0].dtype.name, is_backward, mode, reason)
+    found = LedgerRow(
+        name, ctx.primitive.name, ctx.avals_in[0].dtype.name, is_backward, mode, reason
+    )
     if (block := intercept._innermost()) is not None:
         block.scope.ledger.add(found, 0, lambda: shapes)

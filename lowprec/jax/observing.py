@@ -28,7 +28,6 @@ from lowprec.jax.lowering import axes_of
 from lowprec.modes import parse_mode
 from lowprec.util.strides import Shape
 
-_OPERATOR = "dot_general"
 _TARGET = "lowprec_observe"
 _INTERNAL = tuple(
     str(Path(str(file)).parent) for file in (jax.__file__, np.__file__, Path(__file__).parent)
@@ -73,20 +72,22 @@ class Observer:
         self.recorder = Recorder(self.recorder.reference)
 
     def observed(
-        self, ctx: Any, layer: str, mode: str, params: Any, compute: Callable[..., Any],
+        self, ctx: Any, layer: str, mode: str, params: Any, inner: int, compute: Callable[..., Any],
         again: Callable[..., Any] | None,
     ) -> Callable[..., Any]:  # fmt: skip
-        """Return the function of a product that also records it; ``again`` computes it in the reference."""
-        dimensions = params["dimension_numbers"]
+        """Return the function of a product that also records it; ``again`` computes it in the reference.
+
+        The operands of a convolution, which are no matrices, are not sampled.
+        """
         out = ctx.avals_out[0]
-        contracted = dimensions[0][0]
-        multiplications = out.size * prod(ctx.avals_in[0].shape[axis] for axis in contracted)
-        key = Kind(layer, ANY_PASS, _OPERATOR, mode), tuple(out.shape)
+        multiplications = out.size * inner
+        key = Kind(layer, ANY_PASS, ctx.primitive.name, mode), tuple(out.shape)
         site = self._sites.get(key) or self._sites.setdefault(key, Site())
         words: list[int] = []
-        if again is not None and out.size and multiplications and jnp.isrealobj(out):
+        is_product = ctx.primitive is jax.lax.dot_general_p
+        if again is not None and is_product and multiplications and jnp.isrealobj(out):
             for number, x in enumerate(ctx.avals_in):
-                words += _words(x, axes_of(x, dimensions, number))
+                words += _words(x, axes_of(x, params["dimension_numbers"], number))
         head = [site.handle, multiplications, int(again is not None)]
 
         def product(a: Any, b: Any) -> Any:

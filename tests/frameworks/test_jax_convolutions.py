@@ -117,3 +117,23 @@ def test_convolutions_that_are_not_taken_are_reported(jax):
         "the mode does not act on this element type",
     }
     assert len(report.taken) == 1
+
+
+def test_convolutions_are_compared(jax):
+    rng = np.random.default_rng(0)
+    x = jax.numpy.asarray(rng.standard_normal((2, 8, 6, 6), dtype="float32"))
+    w = jax.numpy.asarray(rng.standard_normal((4, 8, 3, 3), dtype="float32"))
+
+    def network(x):
+        with jax.named_scope("first"):
+            return jax.lax.conv(x, w, (1, 1), "VALID")
+
+    found = lowprec.compare(lambda: jax.jit(network)(x), "mxfp4", against="fp32")
+    (row,) = found.layers
+    assert "first" in row.layer
+    with lowprec.jax.intercept("mxfp4"):
+        low = network(x)
+    exact = network(x)
+    error = np.linalg.norm(low - exact) / np.linalg.norm(exact)
+    assert row.own_error == pytest.approx(error, rel=1e-4)
+    assert row.share == 1
