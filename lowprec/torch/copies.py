@@ -7,6 +7,7 @@ unknown in compiled graphs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -38,15 +39,16 @@ _OF_DATA = (
 _COMPILERS = ("torch._dynamo", "torch._functorch._aot", "torch._inductor", "torch.fx")
 
 
-def parameters_behind(x: Tensor) -> list[Tensor]:
+def parameters_behind(x: Tensor, is_known: Callable[[Tensor], bool]) -> list[Tensor]:
     """Return the leaves of autograd's graph that a tensor is a copy of; none for data and functions of data.
 
+    Factors without gradients are data unless they are known, as buffers are.
     These are the leaves with the number of elements of the copy if there are such, else all matrices (`cat`, products).
     """
     node = x.grad_fn
     if node is None or _kind(type(node).__name__) == _DATA:
         return []
-    walk = _Walk()
+    walk = _Walk(is_known)
     leaves = _leaves(node, walk)
     if not leaves or (walk.multiplies and x.ndim > 2):  # stacks of activations, of learned queries
         return []
@@ -66,6 +68,9 @@ class _Walk:
     nodes = 0
     multiplies = False
 
+    def __init__(self, is_known: Callable[[Tensor], bool]) -> None:
+        self.is_known = is_known
+
 
 def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
     """Return the leaves behind a node of the graph; None if one of its operands is data."""
@@ -82,12 +87,20 @@ def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
     is_product = kind == _PRODUCT
     walk.multiplies |= is_product
     found: list[Tensor] = []
-    for following, _ in node.next_functions:
+    for place, (following, _) in enumerate(node.next_functions):
         leaves = [] if following is None else _leaves(following, walk)
-        if leaves is None or (is_product and not leaves):
+        if leaves is None:
+            return None
+        if is_product and not leaves and not (following is None and _is_known(node, place, walk)):
             return None
         found += leaves
     return found
+
+
+def _is_known(product: Any, place: int, walk: _Walk) -> bool:
+    """Whether a factor without gradients, which autograd keeps for the gradient of the other one, is known."""
+    factor = getattr(product, ("_saved_self", "_saved_mat2")[place], None)
+    return factor is not None and walk.is_known(factor)
 
 
 @lru_cache(512)

@@ -148,7 +148,8 @@ class LayerNames:
         """Return the layers of the parameters that a tensor is a function of, if all are known."""
         if x.ndim < 2:
             return ()
-        layers = [self._of_parameter(_local(p)) for p in parameters_behind(x)]
+        leaves = parameters_behind(x, lambda factor: bool(self._of_parameter(factor)))
+        layers = [self._of_parameter(_local(p)) for p in leaves]
         if not all(layers):
             return ()
         return tuple(dict.fromkeys(each for found in layers for each in found))
@@ -192,13 +193,18 @@ class LayerNames:
     def _layers_by_shape(
         self, module: torch.nn.Module, found: dict[Any, Layer]
     ) -> dict[Any, Layer]:
-        if not found:
-            found[None] = ()
-            for p in module.parameters():
-                if p.ndim == 2:
-                    extents = frozenset(p.shape)
-                    layers = (*found.get(extents, ()), *self._of_parameter(_local(p)))
-                    found[extents] = tuple(dict.fromkeys(layers))
+        if found:
+            return found
+        found[None] = ()
+        matrices = [(p, self._of_parameter(_local(p))) for p in module.parameters() if p.ndim == 2]
+        for p, layer in matrices:
+            layers = (*found.get(frozenset(p.shape), ()), *layer)
+            found[frozenset(p.shape)] = tuple(dict.fromkeys(layers))
+        for k in {n for p, _ in matrices for n in p.shape}:  # of all matrices, concatenated
+            joined = [(p, layer) for p, layer in matrices if k in p.shape]
+            total = sum(p.numel() // k for p, _ in joined)
+            layers = tuple(dict.fromkeys(each for _, layer in joined for each in layer))
+            found.setdefault(frozenset((k, total)), layers)
         return found
 
     def add_cast(self, x: Tensor, cast: Tensor) -> None:

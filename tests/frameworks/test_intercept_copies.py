@@ -49,6 +49,17 @@ def parametrized(name):
     return make
 
 
+def orthogonal(map_name):
+    def make(torch):
+        head = torch.nn.Linear(COLUMNS, 8, bias=False)
+        orthogonal = torch.nn.utils.parametrizations.orthogonal
+        model = torch.nn.ModuleDict({"head": orthogonal(head, orthogonal_map=map_name)})
+        model.forward = lambda x: model["head"](x)
+        return model, lambda: model["head"].weight
+
+    return make
+
+
 def custom(weight, dtype=None):
     def make(torch):
         a = torch.nn.Linear(COLUMNS, 2, bias=False)
@@ -84,6 +95,8 @@ def buffer(torch):
 COPIES = {
     "weight_norm": parametrized("weight_norm"),
     "spectral_norm": parametrized("spectral_norm"),
+    "orthogonal, matrix_exp": orthogonal("matrix_exp"),
+    "orthogonal, cayley": orthogonal("cayley"),
     "weight_norm by hooks": hooked,
     "LoRA": custom(lambda t, m: m.head.weight + m.b.weight @ m.a.weight),
     "scaled": custom(lambda t, m: m.head.weight * 0.3),
@@ -164,6 +177,11 @@ def test_weights_that_are_joined_name_both_layers(torch, lt):
     assert {(p.layer, p.mode) for p in products(seen)} == {("first|second", "nvfp4")}
     assert "have different modes, and share an operand" in str(seen.report())
     with lt.intercept("nvfp4") as seen:
+        step(torch, model, records=False)
+    assert {(p.layer, p.mode) for p in products(seen)} == {("Model", "nvfp4")}
+    model.third = torch.nn.Linear(COLUMNS, 4)  # so that the two are not all matrices of the module
+    with lt.intercept("nvfp4") as seen:
+        torch.eye(2) @ torch.eye(2)
         step(torch, model, records=False)
     assert {p.reason for p in products(seen)} == {"no parameter found: computed in bf16"}
 
