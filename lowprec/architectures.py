@@ -44,7 +44,9 @@ class Architecture(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCore:
-    """The sums of a tensor core, also of one that does not exist, for :func:`mma` and :class:`lowprec.emulate`.
+    """The sums of a tensor core, also of one that does not exist.
+
+    An ``arch`` of :func:`lowprec.emulation.mma`, and the argument of :class:`lowprec.emulate`.
 
     Parameters
     ----------
@@ -106,7 +108,7 @@ class TensorCore:
         return "tensor_core"
 
 
-#: Tensor cores whose sums are known: those of a compute capability, or a model; and what the CPU emulates.
+#: Tensor cores whose sums are known: those of a compute capability, or a model; and those that the CPU emulates.
 Cores: TypeAlias = tuple[int, int] | TensorCore
 Emulated: TypeAlias = Architecture | TensorCore
 
