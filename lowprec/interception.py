@@ -99,7 +99,7 @@ class intercept(Interception):
                 part = self._parts.get(name) or of_library(
                     name, self._rules_of(name), **self._options
                 )
-                part.recorder = self.recorder
+                part.recorder = self.recorder or part.recorder
                 part.alone = self.alone
                 self._parts[name] = part
                 part.__enter__()
@@ -150,20 +150,22 @@ def _checked(libraries: Iterable[str] | None) -> tuple[str, ...] | None:
     return names
 
 
-def of_library(name: str, rules: Rules, *, cast: bool = False, **of_torch: Any) -> Interception:
+def of_library(
+    name: str, rules: Rules, *, cast: bool = False, statistics: bool = False, **of_torch: Any
+) -> Interception:
     """Return the interception of one library, by those of the rules that may match its products."""
     if name == "torch":
         from lowprec.torch.interception import intercept as torch
 
-        return torch(rules, **of_torch)
+        return torch(rules, statistics=statistics, **of_torch)
     if name == "jax":
         from lowprec.jax.interception import intercept as jax
 
-        return jax(rules)
+        return jax(rules, statistics=statistics)
     from lowprec.numpy import blas
     from lowprec.numpy import intercept as numpy
 
     rules = tuple(rule for rule in rules if blas.applies(rule[0]))
     if not rules:
         raise UnsupportedError('no rule for a routine of the BLAS; add "*" to the rules')
-    return numpy(rules, cast=cast)
+    return numpy(rules, cast=cast, statistics=statistics)

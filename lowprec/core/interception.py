@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowprec.core.interception_report import InterceptedProduct, InterceptionReport
+from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, Statistics
 from lowprec.core.ledger import Ledger
-from lowprec.core.recording import Recorder
+from lowprec.core.recording import Kind, Recorder
 from lowprec.core.rules import Layer, RulesLike, first_match, parse_rules, shown
 from lowprec.modes import Mode
 from lowprec.policy.decorators import ContextScope
@@ -122,7 +123,17 @@ class Interception(ContextScope):
 
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""
-        return self.ledger.report(repr(self), self._remarks(), self.statistics)
+        report = self.ledger.report(repr(self), self._remarks(), self.statistics)
+        if self.recorder is None or not self.statistics:
+            return report
+        self.settle()
+        found = self.recorder.statistics(self._place_of)
+        products = tuple(_measured(p, found) for p in report.products)
+        return replace(report, products=products)
+
+    def _place_of(self, kind: Kind) -> str:
+        """Return the layer in the report of a place in the records."""
+        return kind.layer
 
     def __str__(self) -> str:
         return str(self.report())
@@ -157,3 +168,14 @@ class Interception(ContextScope):
 
     #: The block of ``lowprec run``.
     _of_process: Entry | None = None
+
+
+def _measured(
+    p: InterceptedProduct, found: Mapping[tuple[str, str, str], Statistics]
+) -> InterceptedProduct:
+    """Return a row of the report with the statistics of its products; NumPy's may be those of several functions."""
+    total = Statistics()
+    for (layer, *kind), each in found.items():
+        if kind == [p.operator, p.mode] and (p.layer == layer or p.layer.endswith("...")):
+            total = total.largest(each)
+    return replace(p, a=total.a, b=total.b, error=total.error)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowprec.backends.cpu.observing import BEGINS, IS_FAULTY, Site, Sums, observe, xla_handler  # noqa: F401 - for other packages
-from lowprec.core.interception_report import NO_STATISTICS, InterceptedProduct, OperandStatistics
+from lowprec.core.interception_report import (
+    NO_STATISTICS,
+    InterceptedProduct,
+    OperandStatistics,
+    Statistics,
+)
 from lowprec.modes import Mode, parse_mode
 from lowprec.util.strides import Shape
 
@@ -126,6 +131,15 @@ class Recorder:
         """Record a NaN or Inf of a product, if it is the first one."""
         if self._fault[0] < 0 or index < self._fault[0]:
             self._fault = (index, text)
+
+    def statistics(self, place_of: Callable[[Kind], str]) -> dict[tuple[str, str, str], Statistics]:
+        """Return the largest statistics by place, operator and mode."""
+        found: dict[tuple[str, str, str], Statistics] = {}
+        for x in self.run().observed:
+            key = (place_of(x.kind), x.kind.operator, x.kind.mode)
+            error = math.sqrt(x.sums.error / x.sums.reference) if x.sums.reference else 0.0
+            found[key] = found.get(key, Statistics()).largest(Statistics(x.a, x.b, error))
+        return found
 
     def run(self, others: Sequence[InterceptedProduct] = ()) -> Run:
         """Return the products so far."""

@@ -23,6 +23,7 @@ from lowprec import policy
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import PassedBy
 from lowprec.core.ledger import LedgerRow
+from lowprec.core.recording import Kind, Recorder
 from lowprec.core.rules import Layer, Rules, RulesLike, first_match, names
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
@@ -50,6 +51,9 @@ class intercept(Interception):
         Mode of the products, or rules as of :class:`lowprec.torch.intercept`. The layer of a product is the path of its
         functions under ``jit`` and its ``jax.named_scope`` blocks, such as ``"step.mlp.head"``; a pattern matches the
         path, or is one of its parts. An ``fp32_guard`` overrides the modes.
+    statistics : bool
+        Whether to measure some vectors of the operands of the 1st, 2nd, 4th, 8th... execution of a product, and the
+        errors of all executions; see :class:`OperandStatistics`. Functions are compiled again.
 
     Raises
     ------
@@ -67,13 +71,18 @@ class intercept(Interception):
     {'dot_general'}
     """
 
-    def __init__(self, math_mode: RulesLike) -> None:
-        super().__init__(math_mode)
+    def __init__(self, math_mode: RulesLike, *, statistics: bool = False) -> None:
+        super().__init__(math_mode, statistics)
+        if statistics:
+            self.recorder = Recorder(MathMode.FP64)
         self._observer: Observer | None = None
 
     def _key(self) -> Any:
-        if self.recorder is not None or self.alone is not None:
-            self._observer = Observer(self.recorder, self.alone)
+        self.settle()
+        if self.recorder is not None:
+            self._observer = Observer(True, self.recorder.reference, self.alone)
+        elif self.alone is not None:
+            self._observer = Observer(False, None, self.alone)
         return (
             self.rules,
             _default_precision(jax.config.jax_default_matmul_precision),
@@ -81,8 +90,11 @@ class intercept(Interception):
         )
 
     def settle(self) -> None:
-        if self._observer is not None:
-            self._observer.settle()
+        if self._observer is not None and self.recorder is not None:
+            self._observer.settle(self.recorder)
+
+    def _place_of(self, kind: Kind) -> str:
+        return kind.layer.rpartition(", ")[0]
 
     def _install(self) -> None:
         _register(lax.dot_general_p, _lower_product)
@@ -204,7 +216,7 @@ def _lower(
         out_dtype = ctx.avals_out[0].dtype.name
         compute = functools.partial(function, mode=name, out_dtype=out_dtype, on_gpu=on_gpu)
     if records:
-        reference = observer.recorder.reference
+        reference = observer.reference
         if mode is not None and reference and policy.resolve(reference).mode != mode:
             again = functools.partial(compute, mode=policy.resolve(reference).mode.value)
         compute = observer.observed(ctx, layer, name, params, inner, compute, again)

@@ -25,7 +25,7 @@ from lowprec.core.operand_statistics import SAMPLE, operand_statistics
 from lowprec.core.recording import ANY_PASS, Kind, Recorder, Site, observe, xla_handler
 from lowprec.core.rules import ALL, Rules
 from lowprec.jax.lowering import axes_of
-from lowprec.modes import parse_mode
+from lowprec.modes import Mode, parse_mode
 from lowprec.util.strides import Shape
 
 _TARGET = "lowprec_observe"
@@ -36,11 +36,11 @@ _NUMBERS = ("float32", "float64", "complex64", "complex128")
 
 
 class Observer:
-    """The products of compiled functions; these run in any order and thread."""
+    """The products of compiled functions, which JAX keeps with it; these run in any order and thread."""
 
-    def __init__(self, recorder: Recorder | None, alone: Alone | None = None) -> None:
-        self.records = recorder is not None
-        self.recorder = recorder or Recorder()
+    def __init__(self, records: bool, reference: Mode | None, alone: Alone | None = None) -> None:
+        self.records = records
+        self.reference = reference
         self._alone = alone
         self._sites: dict[tuple[Kind, Shape], Site] = {}
         self._module: Any = None
@@ -52,7 +52,7 @@ class Observer:
             return rules
         return ((ALL, self._alone.reference),)
 
-    def settle(self) -> None:
+    def settle(self, recorder: Recorder) -> None:
         """Wait for all products, and record them by layer."""
         jax.effects_barrier()
         for array in jax.live_arrays():
@@ -61,15 +61,13 @@ class Observer:
         for (kind, shape), site in sorted(self._sites.items()):
             records = site.take()
             order = np.zeros(sum(x.calls for x in records), int)
-            first = self.recorder.add_steps([(*kind[:3], shape)], order)
+            first = recorder.add_steps([(*kind[:3], shape)], order)
             for sums in records:
                 of_operands = (NO_STATISTICS, NO_STATISTICS)
                 if sums.sampled:
                     a, b = sums.sampled
                     of_operands = operand_statistics(a, b.T, parse_mode(kind.mode), SAMPLE)
-                self.recorder.add_sums(kind, sums, first - records[0].begin, of_operands)
-        # JAX keeps the observer with compiled functions
-        self.recorder = Recorder(self.recorder.reference)
+                recorder.add_sums(kind, sums, first - records[0].begin, of_operands)
 
     def observed(
         self, ctx: Any, layer: str, mode: str, params: Any, inner: int, compute: Callable[..., Any],

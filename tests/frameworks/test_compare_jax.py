@@ -118,3 +118,23 @@ def test_a_block_after_a_comparison_records_nothing():
     with lowprec.jax.intercept("bf16"):
         network(weights, x)
     assert sum(each.calls for each in seen.layers) == 3
+
+
+def test_statistics_of_a_block_are_those_of_executions():
+    """Of each block of 16 all other numbers of `b` are lost; the report may be read inside the block."""
+    jnp = jax.numpy
+    a = normal(64, 96)
+    b = jnp.ones((96, 32), "float32").at[::16].set(1000)
+    product = jax.jit(lambda a, b: a @ b)
+    with lowprec.intercept("nvfp4", ["jax"], statistics=True) as seen:
+        product(a, b).block_until_ready()
+        assert seen.report().taken[0].b.underflow == 15 / 16
+        result = np.asarray(product(2 * a, b), float)
+    (row,) = seen.report().taken
+    exact = 2 * np.asarray(a, float) @ np.asarray(b)
+    error = np.linalg.norm(result - exact) / np.linalg.norm(exact)
+    # 2 * a has the significands of a, and only the scale of the tensor is rounded differently
+    assert row.error == pytest.approx(error, rel=0.1)
+    # of the first 42 of 64 vectors
+    assert 1.8 * np.abs(a).max() < row.a.magnitude <= 2 * np.abs(a).max()
+    assert "underflow" in str(seen.report())

@@ -260,3 +260,25 @@ def test_products_of_the_library_that_add_have_no_own_error():
     found = lowprec.compare(lambda: routines.sgemm(1.5, a, a, 0.5, c), {"gemv": "bf16"})
     (row,) = found.layers
     assert (row.mode, row.own_error, row.underflow) == ("", None, 0.0)
+
+
+def test_statistics_of_a_block_are_those_of_its_products():
+    """The columns are PyTorch's; of each block of 16 all other numbers of `b` are lost."""
+    a = draw(64, 96)
+    b = np.ones((96, 32), np.float32)
+    b[::16] = 1000
+    with lowprec.numpy.intercept("nvfp4", statistics=True) as seen:
+        results = [a @ b for _ in range(5)]
+    (row,) = seen.report().taken
+    assert row.count == 5
+    # of the first 42 of 64 vectors
+    assert 0.9 * np.abs(a).max() < row.a.magnitude <= np.abs(a).max()
+    assert row.b.magnitude == 1000
+    assert row.b.underflow == 15 / 16
+    assert row.error == pytest.approx(relative(results[0], a.astype(float) @ b), rel=1e-3)
+    text = str(seen.report())
+    assert all(word in text for word in ("largest", "underflow", "clipped", "blocks", "error"))
+    with lowprec.numpy.intercept("nvfp4") as seen:
+        assert np.array_equal(a @ b, results[0])
+    assert seen.recorder is None
+    assert "underflow" not in str(seen.report())
