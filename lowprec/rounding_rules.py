@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import floor, log2
@@ -245,20 +246,22 @@ class Format:
         default = formats.DEFAULT_SPECIALS.get((self.exponent, self.mantissa), "none")
         if self.specials is None:
             object.__setattr__(self, "specials", default)
-        standard = None
-        if isinstance(self.exponent, int):
-            standard = formats.standard_bias(self.exponent, self.specials)
-        if self.bias == standard:
+        for name in ("exponent", "mantissa", "bias"):
+            value = getattr(self, name)
+            is_integer = type(value) is int and (value >= 0 or name == "bias")
+            if not is_integer and (name, value) != ("bias", None):
+                raise ModeError(f"{name} of a format is an integer, got {quoted(value)}")
+        if self.bias == formats.standard_bias(self.exponent, self.specials):
             object.__setattr__(self, "bias", None)
         try:
             elements = formats.number_format(self.elements)
         except DTypeError as error:
             raise ModeError(f"{self!r}: {error}") from None
-        if self.block not in _LENGTHS:
+        if type(self.block) not in (int, str) or self.block not in _LENGTHS:
             raise ModeError(
                 f"block of a format must be one of {', '.join(map(repr, _LENGTHS))}, got {quoted(self.block)}"
             )
-        if self.scale not in _SCALE_NAMES:
+        if not isinstance(self.scale, str) or self.scale not in _SCALE_NAMES:
             raise ModeError(
                 f"scale of a format must be one of {', '.join(_SCALE_NAMES)}, got {quoted(self.scale)}"
             )
@@ -274,13 +277,13 @@ class Format:
             raise ModeError(
                 f"outer of a format must be 'tensor', or 'rows' with scales in e4m3 or e5m3, got {quoted(self.outer)}"
             )
-        object.__setattr__(self, "peaks", tuple(map(float, self.peaks)))
-        fitting = [
-            x
-            for x in self.peaks
-            if elements.holds(x) and 0 < x <= self.peaks[0] <= elements.largest
-        ]
-        if len(fitting) < len(self.peaks) or (self.peaks and self.scale not in SCALES):
+        fitting: list[float] = []
+        with suppress(TypeError, ValueError):
+            object.__setattr__(self, "peaks", tuple(map(float, self.peaks)))
+            for x in self.peaks:
+                if elements.holds(x) and 0 < x <= self.peaks[0] <= elements.largest:
+                    fitting.append(x)
+        if tuple(fitting) != self.peaks or (self.peaks and self.scale not in SCALES):
             raise ModeError(
                 f"peaks of a format are numbers of its elements up to {elements.largest:g}, the largest first, "
                 f"with scales in e4m3 or e5m3; got {quoted(self.peaks)}"
@@ -311,7 +314,7 @@ class Format:
     @classmethod
     def parse(cls, text: str) -> Format:
         """Return the format of a text; raise ModeError if it is none."""
-        name, *options = text.split(":")
+        name, *options = str(text).split(":")
         found = formats._NAME.fullmatch(name)
         given: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
         names = {"block", "scale", "outer", "peaks"}

@@ -67,6 +67,43 @@ def test_rounding_is_exact_for_random_formats(rng):
         ], fmt
 
 
+@pytest.mark.parametrize("formats", [10, pytest.param(250, marks=pytest.mark.sweep)])
+def test_numbers_are_those_of_gfloat(formats, rng):
+    """A million in the long run, of random formats, from below the smallest number to beyond the largest one."""
+    gfloat = pytest.importorskip("gfloat")
+    for _ in range(formats):
+        fmt = random_format(rng)
+        to = number_format(fmt.elements)
+        info = gfloat.FormatInfo(
+            fmt.elements, fmt.exponent + fmt.mantissa + 1, to.precision, bias=1 - to.emin, is_signed=True,
+            domain=gfloat.Domain.Extended if to.has_infinity else gfloat.Domain.Finite,
+            has_nz=fmt.specials not in ("fnuz", "p3109"),
+            num_high_nans={"nan": 1, "ieee": 2**fmt.mantissa - 1}.get(fmt.specials, 0),
+            has_subnormals=True, is_twos_complement=False,
+        )  # fmt: skip
+        low = np.log2(to.smallest_subnormal) - 2
+        x = 2.0 ** rng.uniform(low, np.log2(to.largest) + 1, 4000)
+        x = np.float32(x * (1 + rng.integers(0, 2, x.shape) * 2.0**-12))
+        found = numbers_of(nearest_codes(x, to, np), to, 31, np)
+        want = gfloat.round_ndarray(info, x.astype(np.float64), sat=True)
+        np.testing.assert_array_equal(found, want, str(fmt))
+
+
+@pytest.mark.sweep
+def test_numbers_in_range_are_those_of_pychop(rng):
+    """Its formats are those of IEEE 754 with any bits; numbers beyond the largest one, it does not saturate."""
+    pychop = pytest.importorskip("pychop")
+    for exponent, mantissa in itertools.product(range(2, 7), range(1, 6)):
+        if exponent + mantissa > 7:
+            continue
+        to = number_format(Format(exponent, mantissa, "ieee").elements)
+        low = np.log2(to.smallest_subnormal) - 2
+        x = np.float32(2.0 ** rng.uniform(low, np.log2(to.largest), 4000))
+        want = pychop.Chop(exponent, mantissa)(x.astype(np.float64))
+        found = numbers_of(nearest_codes(x, to, np), to, 31, np)
+        np.testing.assert_array_equal(found, want, f"e{exponent}m{mantissa}")
+
+
 def test_formats_of_p3109_are_those_of_gfloat():
     """All signed ones of 3 to 8 bits, with infinities and without."""
     gfloat = pytest.importorskip("gfloat")
@@ -102,7 +139,7 @@ def test_numbers_are_those_of_ml_dtypes(text, name, rng):
     )
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.sweep)])
 def test_blocks_are_exact_for_random_formats(count, rng):
     """100,000 blocks in the long run: their numbers, and the float32 scales of tensors and rows."""
     for _ in range(200 if count > 12 else 60):
@@ -199,6 +236,15 @@ def test_recipes_of_formats(rng):
     [
         (lambda: Format(5, 4), "e5m4 is not a format of 2 to 8 bits"),
         (lambda: Format(0, 3), "is not a format of 2 to 8 bits"),
+        (lambda: Format("3", 2), "exponent of a format is an integer, got '3'"),
+        (lambda: Format(-1, 2), "exponent of a format is an integer, got -1"),
+        (lambda: Format(3, 2.5), "mantissa of a format is an integer, got 2.5"),
+        (lambda: Format(3, 2, bias="x"), "bias of a format is an integer, got 'x'"),
+        (lambda: Format(3, 2, block=32.0), "block of a format must be one of .*, got 32.0"),
+        (lambda: Format(3, 2, block=32, scale=["e8m0"]), "scale of a format must be one of"),
+        (lambda: Format(2, 1, block=16, scale="e4m3", peaks=6), "peaks of a format are numbers .*; got 6"),
+        (lambda: Format(2, 1, block=16, scale="e4m3", peaks=("a",)), "peaks of a format are numbers"),
+        (lambda: Format.parse(5), "5 is not a format"),
         (lambda: Format(3, 2, "inf"), "is not a format of elements"),
         (lambda: Format(3, 2, bias=200), "exponents from -100 to 100"),
         (lambda: Format(3, 2, block=24), "block of a format must be one of 'tensor', 'rows', 16, 32, 64, 128, got 24"),
