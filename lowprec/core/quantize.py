@@ -29,7 +29,7 @@ _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
 def quantize(
     x: Any,
     /,
-    format: FormatName | str | Format,  # noqa: A002 - the usual term
+    format: FormatName | Format,  # noqa: A002 - the usual term
     axis: int = -1,
     *,
     scale_rule: ScaleRule = "floor",

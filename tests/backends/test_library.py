@@ -61,8 +61,9 @@ def test_structures_are_those_of_the_header(name):
 @needs_sources
 def test_functions_and_numbers_are_those_of_the_header():
     functions = set(re.findall(r"LP_API [\w* ]+?lp_(\w+)\(", header()))
-    # Those of BLAS calls are found where they are used.
-    assert {name for name in functions if not name.startswith("blas_")} == {
+    # Those of BLAS calls and of observations are found where they are used.
+    of_others = re.compile("blas_|site_|free_observed|jax_observe")
+    assert {name for name in functions if not of_others.match(name)} == {
         *library.Functions._fields
     } - {"gemm_holding_gil"}
     enums = {

@@ -66,7 +66,8 @@ def test_pytorch_is_measured_where_it_multiplies(torch):
     assert full.switches["torch"]["get_float32_matmul_precision()"] == "highest"
     with lowprec.torch.intercept("bf16"):
         low = lowprec.audit(["torch"], sizes=[16])
-        assert {r.operation for r in low.below("fp32")} == {"matmul", "linear", "convolution"}
+        operations = {r.operation for r in low.below("fp32")}
+        assert operations == {"matmul", "linear", "convolution", "attention"}
         assert {r.precision for r in low.below("tf32")} == {"bf16"}
     assert "matmul" in str(low)
 
@@ -121,6 +122,6 @@ def test_the_command(capsys):
         assert main([*words, "--require", "fp32"]) == 1
         seen = capsys.readouterr()
         assert main([*words, "--require", "bf16"]) == 0
-    assert seen.err == "lowprec audit: 3 operations are below fp32\n"
+    assert seen.err == "lowprec audit: 4 operations are below fp32\n"
     assert {r["precision"] for r in json.loads(seen.out)["rows"]} == {"bf16", "fp32"}
     assert main(["audit", "mlx"]) == 2
