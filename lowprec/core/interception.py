@@ -38,6 +38,7 @@ class Interception(ContextScope):
     _library: type[Interception]  # its class, which may have subclasses
     #: Open blocks of all threads; changed by one assignment, so that a signal handler's exception leaves no half of it.
     _holders: frozenset[Entry] = frozenset()
+    _depth = 3  # of the frame that makes a block
 
     def __init__(self, rules: RulesLike, statistics: bool = False) -> None:
         self.rules = parse_rules(rules)
@@ -47,7 +48,7 @@ class Interception(ContextScope):
         self.recorder: Recorder | None = None  # of a comparison of two runs
         self.alone: Alone | None = None
         self._modes: dict[tuple[Layer, str], Mode | None] = {}
-        super().__init__(3)
+        super().__init__(self._depth)
 
     def __init_subclass__(cls) -> None:
         if Interception in cls.__bases__:

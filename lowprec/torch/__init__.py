@@ -13,6 +13,7 @@ from lowprec.core.interception_report import (
     OperandStatistics,
     PassedBy,
 )
+from lowprec.torch.batch_invariance import batch_invariant
 from lowprec.torch.inductor import inductor_options
 from lowprec.torch.interception import intercept
 from lowprec.torch.layers import Linear
@@ -25,6 +26,7 @@ __all__ = [
     "Linear",
     "OperandStatistics",
     "PassedBy",
+    "batch_invariant",
     "inductor_options",
     "intercept",
     "linear",

@@ -86,6 +86,8 @@ def count(
     gradient = product if backward and layer and statistics else ""
     found = LedgerRow(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
     ledger.add(found, multiplications, lambda: tuple(x.shape for x in tensors[:2]), statistics)
+    if reason is not None:
+        scope.leave(found)
     if scope.recorder is not None:
         observe(scope.recorder, found, product, multiplications, tensors, result, again, matrices)
 

@@ -117,6 +117,9 @@ class intercept(Interception):
         """Begin the next training step: the random numbers of recipes are those of its number."""
         self.step_number += 1
 
+    def leave(self, product: LedgerRow) -> None:
+        """Called with each product that was left to PyTorch."""
+
     def _install(self) -> None:
         share_contexts()
         register(kernels(), _replacement)
