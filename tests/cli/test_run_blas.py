@@ -102,6 +102,19 @@ def test_without_lowprec_the_program_is_exact(programs):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_illegal_arguments_are_reported_by_the_blas(tmp_path):
+    path = openblas("numpy")
+    source = SOURCE.with_name("blas_illegal.cpp")
+    program = str(compiled(tmp_path, source, str(path), f"-Wl,-rpath,{path.parent}"))
+    own = subprocess.run([program], capture_output=True, text=True, check=True)
+    seen = launched("bf16", program)
+    assert seen.out == own.stdout
+    errors, _, report = seen.err.partition("lowprec: products of ")
+    assert errors == own.stderr
+    assert (own.stdout + own.stderr).count("On entry to") > 100
+    assert ": 29 taken, 6 passed by\n" in report
+
+
 def test_a_solver_keeps_its_precision_and_a_child_has_its_own_report(tmp_path):
     path = openblas("numpy")
     Path("library.cpp").write_text(LIBRARY)
