@@ -85,7 +85,16 @@ class RunComparison(Report):
 
     @property
     def remarks(self) -> Sequence[str]:
-        return tuple(filter(None, (self.parting, self.fault, *self.notes)))
+        return tuple(filter(None, (self.parting, self.fault, *self.notes, self._columns())))
+
+    def _columns(self) -> str:
+        """Return the explanation of the errors in the table."""
+        if all(x.own_error is None and x.drift is None for x in self.layers):
+            return ""
+        return (
+            f"Errors are relative: own error to the same product of the same operands in {self.against}, drift to the "
+            f"result in the run in {self.against}."
+        )
 
     @property
     def verdict(self) -> str:
@@ -355,10 +364,16 @@ def _number(x: float | None) -> str:
 def percent(x: float | None) -> str:
     """Return a share in words: two digits, and all digits before the point.
 
-    >>> percent(0.934), percent(0.0214), percent(1.0), percent(3e-7)
-    ('93 %', '2.1 %', '100 %', '3e-05 %')
+    Changes of 10 times or more are no percentages.
+
+    >>> percent(0.934), percent(0.0214), percent(1.0), percent(3e-7), percent(16532.3)
+    ('93 %', '2.1 %', '100 %', '3e-05 %', '16,532 times')
     """
     value = 100 * (x or 0.0)
+    if 1000 <= value < 1e8:
+        return f"{value / 100:,.0f} times"
+    if value >= 1e8:
+        return f"{value / 100:.0e} times"
     return f"{value:.0f} %" if value >= 99.5 else f"{value:.2g} %"
 
 

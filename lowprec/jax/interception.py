@@ -201,7 +201,7 @@ def _lower(
     rules, default, observer = _context.value
     layer = ""
     if observer is not None:
-        layer = observer.layer(ctx, _name_of(ctx))
+        layer = observer.layer(ctx, _name_of(ctx), _is_gradient(ctx))
         rules = observer.rules_of(layer, rules)
     on_gpu = platform in ("cuda", "rocm")
     mode, reason = choose(ctx, rules, default, params, on_gpu)
@@ -293,6 +293,10 @@ def _name_of(ctx: Any) -> str:
     return layer[0][0] if layer else ""
 
 
+def _is_gradient(ctx: Any) -> bool:
+    return any("transpose(" in name for name in _names_of(ctx))
+
+
 def _names_of(ctx: Any) -> tuple[str, str]:
     """Return the names around the function that is lowered, and JAX's own."""
     outer, at_call = _thread.callers
@@ -332,9 +336,7 @@ def _default_precision(_: Any) -> Any:
 def _count(ctx: Any, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
     name = _name_of(ctx)
-    is_backward = "transpose(" in "/".join(_names_of(ctx))
-    found = LedgerRow(
-        name, ctx.primitive.name, ctx.avals_in[0].dtype.name, is_backward, mode, reason
-    )
+    dtype = ctx.avals_in[0].dtype.name
+    found = LedgerRow(name, ctx.primitive.name, dtype, _is_gradient(ctx), mode, reason)
     if (block := intercept._innermost()) is not None:
         block.scope.ledger.add(found, 0, lambda: shapes)

@@ -105,12 +105,14 @@ class Observer:
 
         return product
 
-    def layer(self, ctx: Any, name: str) -> str:
+    def layer(self, ctx: Any, name: str, is_gradient: bool) -> str:
         """Return the name of the next product by the path of its functions and scopes."""
         if self._module is not ctx.module_context:
             self._module = ctx.module_context
             self._lines = {}
         line = ", ".join(filter(None, [name, _line(ctx.traceback)]))
+        if is_gradient:
+            line += " (gradient)"
         number = self._lines[line] = self._lines.get(line, 0) + 1
         return f"{line} #{number}" if number > 1 else line
 

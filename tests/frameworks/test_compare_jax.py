@@ -98,6 +98,16 @@ def test_loops_and_gradients_are_observed():
     assert all(0 < each.own_error < 2.0**-7 for each in found.layers)
 
 
+def test_gradients_of_compiled_functions_are_named():
+    weights, x = spoiled()
+    step = jax.jit(jax.grad(lambda weights: network(weights, x).sum()))
+    found = lowprec.compare(lambda: step(weights), "bf16")
+    gradients = [each for each in found.layers if "(gradient)" in each.layer]
+    # of three weights and two inputs; XLA omits the last forward product
+    assert sum(each.calls for each in gradients) == 5
+    assert sum(each.calls for each in found.layers) == 7
+
+
 def test_products_of_jax_itself_and_non_finite_ones_are_named():
     jnp = jax.numpy
     found = lowprec.compare(lambda: jnp.ones((3, 3), "int32") @ jnp.ones((3, 3), "int32"), "bf16")

@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
 
 
 @pytest.mark.parametrize("mode", [str(mode) for mode in lowprec.MathMode])
-@pytest.mark.parametrize("repeats", [1, pytest.param(40, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("repeats", [1, pytest.param(45, marks=pytest.mark.sweep)])
 def test_right_products_pass(mode: str, repeats: int) -> None:
     draw = np.random.default_rng(repeats)
     dtype = np.float64 if mode == "fp64_emulated" else np.float32
