@@ -48,7 +48,7 @@ class Attention(NamedTuple):
         return self.q.numel() * self.k.shape[2]
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Images, heads of the keys, queries and keys of a block."""
 
     images: slice
@@ -122,7 +122,7 @@ class AttentionProducts:
 
     # -- blocks ---------------------------------------------------------------------------------
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[QueryBlock]:
         heads = self.given.k.shape[1]
         for some, queries, first in self._runs():
             keys = self.given.k.shape[2] - first
@@ -136,7 +136,7 @@ class AttentionProducts:
                 range(queries.start, queries.stop, rows),
             ):
                 end = min(start + rows, queries.stop)
-                yield Block(
+                yield QueryBlock(
                     slice(image, min(image + together, some.stop)),
                     slice(head, min(head + at_once, heads)),
                     slice(start, end),
@@ -173,17 +173,17 @@ class AttentionProducts:
             found = self._memory[name] = torch.empty(size)
         return found[:size].view(shape)
 
-    def _rows(self, x: Tensor, block: Block) -> Tensor:
+    def _rows(self, x: Tensor, block: QueryBlock) -> Tensor:
         """Return the queries of a block as (images, heads of the keys, rows, width)."""
         heads = x.unflatten(1, (-1, self.groups))
         return heads[block.images, block.heads, :, block.queries].flatten(2, 3)
 
-    def _store(self, to: Tensor, block: Block, rows: Tensor) -> None:
+    def _store(self, to: Tensor, block: QueryBlock, rows: Tensor) -> None:
         heads = to.unflatten(1, (-1, self.groups))
         target = heads[block.images, block.heads, :, block.queries]
         target.copy_(rows.view(target.shape))
 
-    def _scores(self, block: Block) -> Tensor:
+    def _scores(self, block: QueryBlock) -> Tensor:
         given = self.given
         q = self._rows(given.q, block)
         keys = block.keys.stop - block.keys.start
@@ -204,7 +204,7 @@ class AttentionProducts:
 
     # -- products -------------------------------------------------------------------------------
 
-    def _weighted(self, weights: Tensor, block: Block) -> Tensor:
+    def _weighted(self, weights: Tensor, block: QueryBlock) -> Tensor:
         """Return the sums of values, in chunks of keys.
 
         A mode that quantises rounds the values of each key along their width: those of other keys change no bit.
