@@ -1,6 +1,7 @@
 // Sums of products by the arithmetic of tensor cores, bit by bit, as defined in emulation/arithmetic.py.
 //
-// A number is an exponent and a significand in [2, 4), or less if it is subnormal. Operands have at most 12 significant
+// A number is an exponent and a significand in [2, 4), or less if it is subnormal. Numbers of formats as narrow as
+// float16, whose products float32 has, are kept instead of significands. Operands have at most 12 significant
 // bits, so products of significands are exact in float32. Terms are aligned by a power of two and truncated to int32;
 // eight of at most 25 fraction bits, and c, have an exact sum in int32, and all terms of a group in float64, which is
 // rounded once. A lane is an element of the result. Included after vec.hpp.
@@ -27,10 +28,10 @@ template <int... I> INLINE u32v joined(i32h lower, i32h upper, std::integer_sequ
 
 // Decomposes numbers of a format; `emin` is the exponent of its subnormal numbers. Exponents of zeros are below all
 // others, and Inf and NaN remain Inf and NaN. Returns the exponents in the bits, which are 128 for Inf and NaN.
-INLINE i32v decompose(f32v x, int emin, void* significand, void* exponent) {
+template <bool NARROW = false> INLINE i32v decompose(f32v x, int emin, void* significand, void* exponent) {
     i32v magnitude = (i32v)x & 0x7fffffff, found = (magnitude >> 23) - 127;
     i32v normal = larger(found, (i32v)all((uint32_t)emin));
-    put(significand, x * (f32v)((128 - (normal & ~(i32v)(found == 128))) << 23));
+    put(significand, NARROW ? x : x * (f32v)((128 - (normal & ~(i32v)(found == 128))) << 23));
     put(exponent, (i32v)choose((u32v)(magnitude == 0), all((uint32_t)-(1 << 20)), (u32v)normal));
     return found;
 }
@@ -54,14 +55,14 @@ template <int R> struct EmulatedA {
 };
 
 // Adds a group of products, from element `first` of the block, to W elements of R rows.
-template <int R>
+template <int R, bool NARROW>
 INLINE void add_group(const lp_tensor_core_model& core, const EmulatedA<R>& a, const EmulatedB& b, int first,
                       bool special, f32v* c) {
     const int end = first + core.group;
     std::make_integer_sequence<int, W> lanes;
     i32v largest[R], own[R], offset[R];  // exponents: of the group, of c, and of the scale of a product's term
     u32v sum[R];
-    f32v significand[R];
+    f32v significand[R], unit[R];  // of c; the factor by which a product has the scale of the sum
     f64v lower[R], upper[R];
     UNROLLED(r, R) {
         decompose(c[r], -126, &significand[r], &own[r]);
@@ -74,12 +75,14 @@ INLINE void add_group(const lp_tensor_core_model& core, const EmulatedA<R>& a, c
         offset[r] = core.fraction_bits + 125 - largest[r];
         f32v scale = (f32v)(larger(own[r] + offset[r] + 1, i32v{}) << 23);
         sum[r] = (u32v) __builtin_convertvector(significand[r] * scale, i32v);
+        unit[r] = (f32v)(-larger(-2 - offset[r], (i32v)all((uint32_t)-254)) << 23);  // less only if all products are 0
         lower[r] = upper[r] = f64v{};
     }
     for (int eight = first; eight < end; eight += 8) {
         for (int i = eight; i < end && i < eight + 8; i++)
             UNROLLED(r, R) {
-                f32v scale = (f32v)(larger(b.exponent[i] + (a.exponent[r][i] + offset[r]), i32v{}) << 23);
+                f32v scale = unit[r];
+                if (!NARROW) scale = (f32v)(larger(b.exponent[i] + (a.exponent[r][i] + offset[r]), i32v{}) << 23);
                 sum[r] += (u32v) __builtin_convertvector(b.significand[i] * a.significand[r][i] * scale, i32v);
             }
         UNROLLED(r, R) {
@@ -113,7 +116,7 @@ INLINE f32v get_some(const float* from, int64_t count) {
 }
 
 // Adds `count` products, from element `inner` of k, to W elements of R rows.
-template <int R>
+template <int R, bool NARROW>
 INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special, int64_t row, int64_t column,
                      int64_t inner, int count) {
     EmulatedA<R> a;
@@ -123,12 +126,12 @@ INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special,
     UNROLLED(r, R) {
         for (int i = 0; i < EMULATED_K; i += W) {
             f32v x = get_some(job.a + (row + r) * job.k + inner + i, count - i);
-            largest = larger(largest, decompose(x, job.core.emin, &a.significand[r][i], &a.exponent[r][i]));
+            largest = larger(largest, decompose<NARROW>(x, job.core.emin, &a.significand[r][i], &a.exponent[r][i]));
         }
         c[r] = get_some(job.c + (row + r) * job.n + column, columns);
     }
     special |= any((u32v)(largest == 128));
-    for (int i = 0; i < count; i += job.core.group) add_group<R>(job.core, a, b, i, special, c);
+    for (int i = 0; i < count; i += job.core.group) add_group<R, NARROW>(job.core, a, b, i, special, c);
     UNROLLED(r, R) {
         c[r] = floats(choose((u32v)(c[r] != c[r]), all(0x7fffffff), bits(c[r])));
         memcpy(job.c + (row + r) * job.n + column, &c[r], 4 * (size_t)(columns < W ? columns : W));
@@ -136,7 +139,7 @@ INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special,
 }
 
 // Computes a block of EMULATED_ROWS by W elements of the result, from its first row and column.
-static void emulate_block(const lp::Emulation& job, int64_t top, int64_t column) {
+template <bool NARROW> void emulate_numbers(const lp::Emulation& job, int64_t top, int64_t column) {
     EmulatedB b;
     const int step = EMULATED_K / job.core.group * job.core.group;
     const int64_t bottom = top + lp::EMULATED_ROWS < job.m ? top + lp::EMULATED_ROWS : job.m;
@@ -147,12 +150,17 @@ static void emulate_block(const lp::Emulation& job, int64_t top, int64_t column)
         for (int i = 0; i < step; i++) {
             const float* from = job.b + (inner + i) * job.n + column;
             f32v x = get_some(from, i < count ? job.n - column : 0);
-            largest = larger(largest, decompose(x, job.core.emin, &b.significand[i], &b.exponent[i]));
+            largest = larger(largest, decompose<NARROW>(x, job.core.emin, &b.significand[i], &b.exponent[i]));
         }
         const bool special = any((u32v)(largest == 128));
         int64_t row = top;
-        for (; row + 4 <= bottom; row += 4) add_rows<4>(job, b, special, row, column, inner, count);
-        for (; row < bottom; row++) add_rows<1>(job, b, special, row, column, inner, count);
+        for (; row + 4 <= bottom; row += 4) add_rows<4, NARROW>(job, b, special, row, column, inner, count);
+        for (; row < bottom; row++) add_rows<1, NARROW>(job, b, special, row, column, inner, count);
         inner += step;
     } while (inner < job.k);
+}
+
+static void emulate_block(const lp::Emulation& job, int64_t top, int64_t column) {
+    if (job.core.emin < -14) return emulate_numbers<false>(job, top, column);
+    return emulate_numbers<true>(job, top, column);
 }
