@@ -59,9 +59,10 @@ def in_one_call(twin, found, model):
 
 
 def model_of(gpu, fmt):
-    if gpu == "B200":
-        return BLACKWELL_MMA_SYNC._for(vectors.FORMATS[fmt])
-    return arithmetic(parse_architecture(vectors.ARCHITECTURES[gpu]), vectors.FORMATS[fmt])
+    cores = BLACKWELL_MMA_SYNC
+    if gpu != "B200":
+        cores = parse_architecture(vectors.ARCHITECTURES[gpu])
+    return arithmetic(cores, vectors.FORMATS[fmt])
 
 
 @pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
