@@ -140,39 +140,16 @@ class RunComparison(Report):
         )
 
     def tables(self) -> list[Table]:
-        columns = [
-            "layer",
-            "pass",
-            "mode",
-            ">calls",
-            ">share",
-            ">own error",
-            ">drift",
-            ">underflow",
-            ">clipped",
-        ]
-        shown: list[Callable[[LayerError], str]] = [
-            attrgetter("layer"),
-            attrgetter("phase"),
-            lambda x: x.mode or "(library)",
-            lambda x: str(x.calls),
-            lambda x: f"{x.share:.1%}",
-            lambda x: _number(x.own_error),
-            lambda x: _number(x.drift),
-            lambda x: f"{x.underflow:.1%}" if x.underflow else "",
-            lambda x: f"{x.clipped:.1%}" if x.clipped else "",
-        ]
+        columns = dict(_COLUMNS)
         if any(x.blame is not None for x in self.layers):
-            columns.append(">blame")
             first = {x.layer: x for x in reversed(self.layers)}
-            shown.append(
-                lambda x: f"{x.blame:.1%}" if x.blame is not None and first[x.layer] is x else ""
-            )
-        rows = [[show(x) for show in shown] for x in self.layers]
+            columns[">blame"] = lambda x: _part(x.blame if first[x.layer] is x else None)
+        rows = [[show(x) for show in columns.values()] for x in self.layers]
         tables = [Table(self.verdict, ())]
         if rows:
             title = f"{self.mode} against {self.against}"
-            tables.append(Table(title, columns, rows, ("clipped", "underflow", "calls", "share")))
+            dropped = ("clipped", "underflow", "calls", "share")
+            tables.append(Table(title, list(columns), rows, dropped))
         if self.lines:
             printed = [
                 [str(x.number), _number(x.change), x.found, x.expected]
@@ -355,6 +332,24 @@ def _size(x: float | None) -> float:
     if x is None:
         return -1.0
     return math.inf if math.isnan(x) else x
+
+
+def _part(x: float | None) -> str:
+    return "" if x is None else f"{x:.1%}"
+
+
+#: Columns of a layer and pass; numbers are on the right.
+_COLUMNS: dict[str, Callable[[LayerError], str]] = {
+    "layer": attrgetter("layer"),
+    "pass": attrgetter("phase"),
+    "mode": lambda x: x.mode or "(library)",
+    ">calls": lambda x: str(x.calls),
+    ">share": lambda x: _part(x.share),
+    ">own error": lambda x: _number(x.own_error),
+    ">drift": lambda x: _number(x.drift),
+    ">underflow": lambda x: _part(x.underflow or None),
+    ">clipped": lambda x: _part(x.clipped or None),
+}
 
 
 def _number(x: float | None) -> str:
