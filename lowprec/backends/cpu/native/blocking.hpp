@@ -19,9 +19,9 @@ const int64_t PAD = 48;              // loops 2 and 1: dwords between strips, wh
 
 // Loop 5 of few rows: columns of a task that packs b, that reads it where it is, and with sums of at most four rows.
 const int64_t FEW_PACKED = 1024, FEW_COLUMNS = 2048, FEW_WIDE = 4096;
-// Rows of a up to which stored codes are decoded in registers; tuned on Zen 4 and Zen 5.
+// Rows of a up to which stored codes are decoded in registers, next to the product of the first rows; tuned on Zen 4.
 constexpr int64_t stored_rows(int type) {
-    if (W == 16) return 32;
-    return W == 8 && bits_of(type) > 4 ? 16 : 8;
+    if (W == 4) return 8;
+    return W == 8 ? 256 : bits_of(type) == 16 ? 32 : 16;
 }
 const int64_t MOST_SUMS = 4096;  // loop 4 of few rows: sums in the L1 cache, which several short parts of k add to

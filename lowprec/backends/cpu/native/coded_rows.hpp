@@ -41,6 +41,12 @@ struct NanLanes {
     }
 };
 
+// Vectors of columns at once.
+template <class U> constexpr int vectors_of_stored(int rows) {
+    if (W == 8) return rows > 2 ? 2 : 4;
+    return rows > U::FEW ? 1 : (rows > 4 ? 2 : 4);
+}
+
 template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewRows& f) {
     typedef Coded<TYPE> C;
     typedef typename U::Acc Acc;
@@ -60,12 +66,15 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         f32v scale[V] = {}, zero[V] = {};
         [[maybe_unused]] NanLanes nan[V];
         const uint32_t* a = f.a;
+        uint32_t* kept = f.kept ? f.kept + at : nullptr;
         auto multiply = [&](const char* codes, int64_t k) __attribute__((always_inline)) {
             f32v x[V];
             UNROLLED(v, V) {
                 x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]);
                 if (has_scales(TYPE)) x[v] *= scale[v];
+                if (kept) put(kept + v * W, bits(x[v]));
             }
+            if (kept) kept += f.lanes;
             UNROLLED(i, ROWS) {
                 const u32v dword = all(a[i * f.lda + k]);
                 UNROLLED(v, V) acc[i][v] = U::dot(acc[i][v], dword, bits(x[v]));
@@ -92,10 +101,14 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         }
         UNROLLED(v, V) {
             const u32v lost = IS_E4M3 ? nan[v].found() : u32v{};
+            if (IS_E4M3 && f.kept) {  // of all rows
+                uint32_t* const first_kept = f.kept + at + v * W;
+                put(first_kept, get<u32v>(first_kept) | lost);
+            }
             UNROLLED(i, ROWS) put(f.y + i * f.ldy + at + v * W, IS_E4M3 ? (Acc)((u32v)acc[i][v] | lost) : acc[i][v]);
         }
     };
-    constexpr int FEW = W == 8 ? 2 : 4, V = ROWS > U::FEW ? 1 : (ROWS > FEW ? 2 : 4);
+    constexpr int V = vectors_of_stored<U>(ROWS);
     int64_t at = 0;
     for (; at + V * W <= f.lanes; at += V * W) columns(at, Int<V>());
     for (; at < f.lanes; at += W) columns(at, Int<1>());

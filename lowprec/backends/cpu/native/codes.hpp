@@ -188,7 +188,8 @@ template <int TYPE, int ELEMENT> struct Decoder {
         const int64_t step = block * W * P, last = step + count * W * P;
         if constexpr (!has_scales(TYPE)) {
             const char* const at = columns.stored + step * 2 * W;
-            for (int64_t k = 0; k < last - step; k++) put(to + k * width, bits(number_of<TYPE>(at, k, f32v{})));
+            for (int64_t k = 0; k < last - step; k += W)
+                UNROLLED(i, W) put(to + (k + i) * width, bits(number_of<TYPE>(at, k + i, f32v{})));
             return;
         }
         find_scales(step, last < columns.s.steps ? last : columns.s.steps);

@@ -26,7 +26,7 @@ template <class U> struct Few {
     typedef Gemm<U> G;
     typedef void Rows(const FewRows&);
     static constexpr int M = U::FEW ? U::FEW : 1, MOST = 2 * M, P = G::P, N = G::N;
-    static constexpr int WIDE = P == 1 && W > 4 ? 2 * M : M;  // rows at once of many, by stored codes
+    static constexpr int WIDE = P > 1 || W == 4 ? M : (W == 8 ? 6 : 2 * M);  // rows at once of many, by stored codes
     static constexpr int64_t SPAN_LANES = 64, SPAN = 8;  // lanes of b and blocks of k that are transposed at a time
 
     struct Job : G::Common {
@@ -44,9 +44,11 @@ template <class U> struct Few {
     };
 
     static bool along_lanes(const lp::Work& p) { return p.b.lane == 1 && !p.b.lane_offsets && !is_coded(p.b.type); }
+    // Whether stored codes are decoded in registers, for the first rows.
+    static bool decodes(const lp::Work& p) { return p.b.is_stored && P == 1; }
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
-        if (p.b.is_stored && P == 1) return p.m <= stored_rows(p.b.type);
+        if (decodes(p)) return p.m <= stored_rows(p.b.type) && (p.m <= 16 || 4 * p.m * p.k <= LONG_BYTES);
         return p.m <= (along_lanes(p) || P == 4 ? MOST : M) && ((p.b.k == 1 && !p.b.k_offsets) || along_lanes(p));
     }
 
@@ -57,6 +59,25 @@ template <class U> struct Few {
         auto multiply = [&](Rows* const* rows, FewRows f) {
             const int64_t r = j.at_once;
             for (int64_t i = 0; i < m; i += r, f.a += r * j.lda, f.y += r * j.ldy) rows[m - i < r](f);
+        };
+        // The first rows keep what they decode of a strip for the others.
+        auto decode = [&](const FewRows& f) {
+            const int64_t r = j.at_once, width = W * vectors_of_stored<U>((int)r);
+            for (int64_t at = 0; at < f.lanes; at += width) {
+                FewRows some = f;
+                some.lane += at;
+                some.y += at;
+                some.lanes = G::least(width, f.lanes - at);
+                some.kept = t.panel;
+                j.whole[0](some);
+                some.at = (const char*)t.panel;
+                some.ldb = 4 * some.lanes;
+                for (int64_t i = r; i < m; i += r) {
+                    some.a += r * j.lda;
+                    some.y += r * j.ldy;
+                    j.panels[m - i < r](some);
+                }
+            }
         };
         const bool has_long_rows = j.along_k || p.scales_b || (P < 4 && m * lanes > MOST_SUMS);
         const int group = has_long_rows ? (int)j.span * W : (P == 2 && m > 2 ? 8 : 4) / P;
@@ -75,7 +96,10 @@ template <class U> struct Few {
                 const int count = (int)G::least(group, dwords - d);
                 const uint32_t* const a = t.a + block * W + d;
                 const int64_t k = step + d * P;
-                multiply(j.whole, {p.b, first, k, a, j.lda, at, ldb, y, j.ldy, whole, count, adds || d, t.extrema});
+                const FewRows f{p.b, first, k,     a,     j.lda,     at,        ldb,
+                                y,   j.ldy, whole, count, adds || d, t.extrema, nullptr};
+                if (decodes(p) && m > j.at_once) decode(f);
+                else multiply(j.whole, f);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
@@ -84,7 +108,8 @@ template <class U> struct Few {
                 const uint32_t* const a = t.a + block * W;
                 uint32_t* const to = y + whole;
                 const int64_t left_over = padded - whole;
-                multiply(j.panels, {p.b, 0, 0, a, j.lda, at, 4 * width, to, j.ldy, left_over, dwords, adds, t.extrema});
+                multiply(j.panels,
+                         {p.b, 0, 0, a, j.lda, at, 4 * width, to, j.ldy, left_over, dwords, adds, t.extrema, nullptr});
             }
             for (int i = 0; y == t.part && (end % j.sum == 0 || end == j.blocks) && i < m; i++)
                 for (int64_t q = i * j.ldy; q < i * j.ldy + lanes; q += W)
@@ -173,12 +198,11 @@ template <class U> struct Few {
         return found;
     }
 
-    // The rows of a kernel: those of stored codes decode them once for twice as many, if few of these are idle.
+    // The rows of a kernel: of stored codes more, if few of these are idle.
     static int64_t at_once(const lp::Work& p) {
         const int64_t last = p.m % WIDE;
-        const bool fill = p.m > M && (last == 0 || last > M + M / 2);
-        const bool gains = p.b.is_stored && P == 1 && (W == 16 || bits_of(p.b.type) == 4);
-        return gains && fill ? WIDE : M;
+        const bool fill = W == 8 ? p.m <= WIDE || p.m > 2 * M : last == 0 || last > M + M / 2;
+        return decodes(p) && p.m > M && fill ? WIDE : M;
     }
 
     // Whether the kernels read a where it is, of float32 rows.
@@ -210,7 +234,8 @@ template <class U> struct Few {
         for (int i = 0; i < 2; i++) {
             const int64_t rows = i ? p.m - (strips - 1) * j.at_once : j.at_once;
             j.whole[i] = in_place_for(p, rows);
-            j.panels[i] = rows_for<PANEL, LP_EXACT>(rows, ALONG_LANES);
+            const int64_t least = decodes(p) ? 4 : 1;  // fewer rows of few lanes wait for their sums
+            j.panels[i] = rows_for<PANEL, LP_EXACT>(strips > 1 && rows < least ? least : rows, ALONG_LANES);
         }
         j.in_place = j.whole[1];
         j.along_k = j.in_place && !along_lanes(p);

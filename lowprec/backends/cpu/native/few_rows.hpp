@@ -36,6 +36,7 @@ struct FewRows {
     int dwords;
     bool adds;
     Extrema* extrema;
+    uint32_t* kept;  // what is decoded, with a panel's layout; null: not kept
 };
 
 template <class U, int ROWS, int TYPE, int FORMAT> static void few_rows(const FewRows& f) {

@@ -196,22 +196,34 @@ template <class U> struct Gemm {
     }
 
     // What is prefetched while the columns [n0, n1) and blocks [k0, k1) of b are multiplied by the task that packed
-    // them: the numbers that it packs next. They are in rows `step` bytes apart, and each row in pieces of 256 bytes.
+    // them: the numbers that it packs next. They are in rows `step` bytes apart, and each row in pieces of 256 bytes;
+    // the codes of a stored strip are together, and some `pieces` of them are prefetched for each block.
     struct Ahead {
         const char* at = nullptr;
-        int64_t step = 256, pieces, blocks, calls = 0;
+        int64_t step = 256, pieces, blocks, calls = 0, strips = 0, strip_bytes;
         Ahead(const Job& j, int64_t n0, int64_t n1, int64_t k0, int64_t k1) : blocks(k1 - k0) {
             const Source& b = j.p.b;
-            if (!j.own_b || is_coded(b.type) || b.k_offsets || b.lane_offsets) return;
-            const int64_t size = bits_of(b.type) / 8, bytes = (b.k == 1 ? blocks * BLOCK : (n1 - n0) * N) * size;
+            if (!j.own_b || b.k_offsets || b.lane_offsets) return;
+            if (is_coded(b.type) && !b.is_stored) return;
             const bool is_end = k1 >= j.blocks;
             const int64_t strip = is_end ? n0 + j.p.threads * (n1 - n0) : n0, block = is_end ? 0 : k1;
+            if (b.is_stored) {
+                if (strip >= j.strips_n) return;
+                const int64_t block_bytes = BLOCK * W * bits_of(b.type) / 8;
+                strip_bytes = Strip(b).bytes();
+                strips = (n1 - n0) * U::COLUMNS;
+                at = b.at + strip * U::COLUMNS * strip_bytes + block * block_bytes;
+                pieces = ceil(block_bytes, 256);
+                return;
+            }
+            const int64_t size = bits_of(b.type) / 8, bytes = (b.k == 1 ? blocks * BLOCK : (n1 - n0) * N) * size;
             at = b.at + (strip * N * b.lane + block * BLOCK * b.k) * size;
             step = (b.k == 1 ? b.lane : b.k) * size;
             pieces = ceil(bytes, 256);
         }
         const char* next() {
             const int64_t call = calls++;
+            if (strips) return at + call / pieces % strips * strip_bytes + call % pieces * blocks * 256;
             return at + call % pieces * 256 + call / pieces * blocks * step;
         }
     };
@@ -393,7 +405,7 @@ template <class U> struct Gemm {
             bool along_k = p.b.k == 1;
             j.grid_m = 1;
             j.task_m = j.strips_m;
-            j.task_n = along_k ? 2 : 8 << (P > 1);
+            j.task_n = along_k ? 2 : (p.b.is_stored ? 4 : 8) << (P > 1);
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
             j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
             j.a_at = j.acc_at = j.task_n * j.strip_b;
@@ -475,9 +487,11 @@ template <class U> struct Gemm {
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
         divide(j, threads);
         j.plain = is_plain(p) && (FLOATS || p.out.type == LP_I32);
-        // Sums may be kept in the result with several chunks, or if they are final.
+        // Sums may be kept in the result with several chunks, or if they are final, but rows far apart share few places
+        // of a cache.
         const bool is_result = p.planes == 1 && p.out.col == 1 && !p.out.row_offsets && bits_of(p.out.type) == 32;
-        j.direct = is_result && p.c.at != p.out.at && (j.chunk < j.blocks || (j.plain && p.term_count == 1));
+        j.direct = is_result && !(p.b.is_stored && j.own_b) && p.c.at != p.out.at &&
+            (j.chunk < j.blocks || (j.plain && p.term_count == 1));
         j.streams = p.streams && j.sum >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         const int64_t packed_dwords = ceil(j.packed_strips * (j.own_b ? j.strip_a : j.strip_b), 1024) * 1024;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
