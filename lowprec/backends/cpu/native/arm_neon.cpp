@@ -10,6 +10,7 @@ namespace {
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
 #include "convolution.hpp"
+#include "measuring.hpp"
 
 struct Fp32 : Lanes4 {
     typedef f32v Acc;
@@ -29,7 +30,8 @@ extern const Lanewise lanewise_neon = {W,
                                        multiply_part,
                                        round_numbers,
                                        sum_line,
-                                       dot_rows};
+                                       dot_rows,
+                                       measure_run};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

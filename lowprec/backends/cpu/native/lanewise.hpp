@@ -51,6 +51,13 @@ struct Line {
     float* out;
 };
 
+// Numbers of a result, one after the other; `again` has those of the reference, or is null.
+struct Run {
+    const void *numbers, *again;
+    int64_t count;
+    bool is_wide;  // of float64
+};
+
 struct Lanewise {
     int lanes;
     void (*emulate)(const Emulation&, int64_t row, int64_t column);  // a block of the result
@@ -62,6 +69,7 @@ struct Lanewise {
     void (*round)(const void* from, bool is_wide, float* to, int64_t count, int format);
     void (*sum_line)(const lp_lines&, const Line&);
     void (*dot_rows)(const lp_lines&, const float* y, const float* x, float* out);
+    void (*measure)(const Run&, const float* signs, float sign, double* sketch, double (&sums)[3]);
 };
 
 const Lanewise* lanewise();  // of this processor; null if there is none

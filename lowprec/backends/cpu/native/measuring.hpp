@@ -43,7 +43,7 @@ static void measure(const Real* x, const Real* again, const float* signs, float 
     }
 }
 
-static void measure_run(const Run& x, const float* signs, float sign, double* sketch, double (&sums)[3]) {
+static void measure_run(const lp::Run& x, const float* signs, float sign, double* sketch, double (&sums)[3]) {
     const float* const single = (const float*)x.numbers;
     const float* const other_single = (const float*)x.again;
     const double* const wide = (const double*)x.numbers;

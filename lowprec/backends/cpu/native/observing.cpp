@@ -8,21 +8,7 @@ namespace {
 
 const int TABLE = 8192;
 
-namespace plain {
 #include "measuring.hpp"
-}
-#if defined(__x86_64__)
-TARGET_BEGIN("avx2,fma,f16c")
-namespace avx2 {
-#include "measuring.hpp"
-}
-TARGET_END
-TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx2")
-namespace avx512 {
-#include "measuring.hpp"
-}
-TARGET_END
-#endif
 
 uint64_t hashed(uint64_t x) {
     x = (x + 1) * 0x9e3779b97f4a7c15u;
@@ -39,15 +25,6 @@ void make_signs() {
     if (has_signs.load(std::memory_order_acquire)) return;
     for (int i = 0; i < TABLE + LP_SUMS; i++) signs[i] = hashed(i / 64) >> i % 64 & 1 ? 1.0f : -1.0f;
     has_signs.store(true, std::memory_order_release);
-}
-
-void measure_by_unit(const Run& x, const float* at, float sign, double* sketch, double (&sums)[3]) {
-#if defined(__x86_64__)
-    const int64_t units = lp_units();
-    if (units >> LP_FP32_AVX512 & 1) return avx512::measure_run(x, at, sign, sketch, sums);
-    if (units >> LP_FP32_AVX2 & 1) return avx2::measure_run(x, at, sign, sketch, sums);
-#endif
-    plain::measure_run(x, at, sign, sketch, sums);
 }
 
 }  // namespace
@@ -72,13 +49,15 @@ lp_observed* begin_product(Site& site, int64_t index, bool& begins) {
 
 void add_run(Site& site, lp_observed& to, Run x) {
     double sums[3] = {};
+    const Lanewise* functions = lanewise();
+    const auto measure = functions ? functions->measure : measure_run;
     const int64_t size = x.is_wide ? 8 : 4;
     while (x.count > 0) {
         const int64_t slot = site.position % LP_SUMS;
         const uint64_t row = hashed(~(uint64_t)(site.position / LP_SUMS));
         Run part = x;
         if (part.count > LP_SUMS - slot) part.count = LP_SUMS - slot;
-        measure_by_unit(part, signs + row % TABLE + slot, row >> 63 ? 1.0f : -1.0f, to.sketch + slot, sums);
+        measure(part, signs + row % TABLE + slot, row >> 63 ? 1.0f : -1.0f, to.sketch + slot, sums);
         site.position += part.count;
         x.count -= part.count;
         x.numbers = (const char*)x.numbers + part.count * size;

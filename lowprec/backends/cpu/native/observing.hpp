@@ -1,16 +1,9 @@
 // Sums of the products of one place of a program: of 1, 2, 4, 8... following products each. Those of two runs are
 // compared by their sketches.
 #pragma once
-#include "common.hpp"
+#include "lanewise.hpp"
 
 namespace lp {
-
-// Numbers of a result, one after the other; `again` has those of the reference, or is null.
-struct Run {
-    const void *numbers, *again;
-    int64_t count;
-    bool is_wide;  // of float64
-};
 
 struct Site {
     std::atomic<bool> is_locked;

@@ -12,6 +12,7 @@ namespace {
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
 #include "convolution.hpp"
+#include "measuring.hpp"
 
 struct Fp32 : Lanes8 {
     typedef f32v Acc;
@@ -35,7 +36,8 @@ extern const Lanewise lanewise_avx2 = {W,
                                        multiply_part,
                                        round_numbers,
                                        sum_line,
-                                       dot_rows};
+                                       dot_rows,
+                                       measure_run};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }
 }  // namespace lp

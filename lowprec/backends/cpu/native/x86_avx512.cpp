@@ -11,6 +11,7 @@ namespace {
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
 #include "convolution.hpp"
+#include "measuring.hpp"
 
 struct Fp32 : Lanes16 {
     typedef f32v Acc;
@@ -28,7 +29,8 @@ extern const Lanewise lanewise_avx512 = {W,
                                          multiply_part,
                                          round_numbers,
                                          sum_line,
-                                         dot_rows};
+                                         dot_rows,
+                                         measure_run};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
 TARGET_END
