@@ -32,6 +32,7 @@ def normal(n: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 SETS = 3  # of operands, which take turns
+MANY, FEWER = 32, 7  # of more rows than these, rounds of the comparison with other libraries
 BFLOAT16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
@@ -73,31 +74,34 @@ def weights(m: int, n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def compared(
-    m: int, k: int, n: int, count: int, rounds: int, seed: int
+    rows_of: tuple[int, ...], k: int, n: int, count: int, rounds: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the speed of m rows in float32 times a weight of k x n by each library, relative to NumPy's float32."""
+    """Yield the speed of rows in float32 times a weight of k x n by each library, relative to NumPy's float32."""
     rng = np.random.default_rng(seed)
     weights = [rng.standard_normal((n, k), dtype=np.float32) for _ in range(SETS)]
-    rows = [rng.standard_normal((m, k), dtype=np.float32) for _ in range(SETS)]
+    rows: list[Any] = []  # of the calls, which read them at each
     narrow_libraries.use_threads(count)
     calls: dict[str, Any] = {}
     for library, found in narrow_libraries.all_calls(rows, weights, count):
         calls |= found
         if not found:
             yield {"kind": "absent", "library": library}
-    times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
-    base = min(
-        (name for name in calls if name.startswith("numpy")),
-        key=lambda name: np.median(times[name]),
-    )
-    shape = {"m": m, "k": k, "n": n, "threads": count, "numpy": base}
-    for name in calls:
-        yield {
-            "kind": "compared",
-            "name": name,
-            **shape,
-            "speed": timing.speed_ratio(times[base], times[name]),
-        }
+    for m in rows_of:
+        rows[:] = [rng.standard_normal((m, k), dtype=np.float32) for _ in range(SETS)]
+        of_these = rounds if m <= MANY else min(rounds, FEWER)
+        times = timing.interleave(calls, rounds=of_these, sets=SETS, seed=seed)
+        base = min(
+            (name for name in calls if name.startswith("numpy")),
+            key=lambda name, times=times: np.median(times[name]),
+        )
+        shape = {"m": m, "k": k, "n": n, "threads": count, "numpy": base}
+        for name in calls:
+            yield {
+                "kind": "compared",
+                "name": name,
+                **shape,
+                "speed": timing.speed_ratio(times[base], times[name]),
+            }
 
 
 #: Least speed of products of FP8, and of weights in 8 and 4 bits times 8 rows, relative to bfloat16.
@@ -127,10 +131,9 @@ def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
         yield from storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, seed)
     for m in (1, 8, 32):
         yield from weights(m, extent, rounds, seed)
-    for m in (1, 4, 8, 32, 256):
-        for k, n in ((extent, extent), (extent // 2, 2 * extent)):
-            for count in sorted({1, narrow_libraries.all_threads()}):
-                yield from compared(m, k, n, count, rounds, seed)
+    for k, n in ((extent, extent), (extent // 2, 2 * extent)):
+        for count in sorted({1, narrow_libraries.all_threads()}):
+            yield from compared((1, 4, 8, 32, 256), k, n, count, rounds, seed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Few rows of float32 times a narrow weight by NumPy, PyTorch, ONNX Runtime and lowprec, each as a function of a set.
 
-Weights are prepared before; activations are rounded in each call. Codes of PyTorch and ONNX Runtime are random, because
+Weights are prepared before, rows read and rounded in each call. Codes of PyTorch and ONNX Runtime are random, because
 their values do not change the time.
 """
 
@@ -51,7 +51,7 @@ def of_numpy(rows: list[Any], weights: list[Any]) -> Calls:
 def of_torch(rows: list[Any], weights: list[Any]) -> Calls:
     import torch
 
-    x, w = ([torch.from_numpy(y) for y in z] for z in (rows, weights))
+    w = [torch.from_numpy(y) for y in weights]
     narrow = [y.bfloat16() for y in w]
     n, k = weights[0].shape
     generator = torch.Generator().manual_seed(0)
@@ -65,12 +65,16 @@ def of_torch(rows: list[Any], weights: list[Any]) -> Calls:
     )
     int8, int4 = torch.ops.aten._weight_int8pack_mm, torch.ops.aten._weight_int4pack_mm_for_cpu
     linear = torch.nn.functional.linear
+
+    def x(i: int) -> Any:
+        return torch.from_numpy(rows[i])
+
     return {
-        "torch float32": lambda i: linear(x[i], w[i]),
-        "torch bfloat16": lambda i: linear(x[i].bfloat16(), narrow[i]).float(),
-        "torch _weight_int8pack_mm": lambda i: int8(x[i].bfloat16(), codes[i], scales).float(),
+        "torch float32": lambda i: linear(x(i), w[i]),
+        "torch bfloat16": lambda i: linear(x(i).bfloat16(), narrow[i]).float(),
+        "torch _weight_int8pack_mm": lambda i: int8(x(i).bfloat16(), codes[i], scales).float(),
         "torch _weight_int4pack_mm": lambda i: int4(
-            x[i].bfloat16(), packed[i], GROUP, of_groups
+            x(i).bfloat16(), packed[i], GROUP, of_groups
         ).float(),
     }
 

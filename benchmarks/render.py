@@ -232,6 +232,13 @@ def narrow(result: Result) -> list[str]:
             "{speed:.2f}",
             _where(kind="weight"),
         ),
+        (
+            "weight of {k} x {n}, threads: {threads}; speed over NumPy's float32",
+            "{name}",
+            "{m} rows",
+            "{speed:.2f}",
+            _where(kind="compared"),
+        ),
     )
     return [table(header, errors), *speeds(result)]
 
