@@ -95,21 +95,19 @@ def mlp(width: int = 256, batch: int = 128, layers: int = 4, steps: int = 100) -
     first = [rng.standard_normal((width, width), np.float32) / width**0.5 for _ in range(layers)]
     x, y = rng.standard_normal((2, batch, width), np.float32)
 
-    def loss(weights: Any) -> Any:
+    def loss(weights: Any, x: Any, y: Any) -> Any:
         hidden = x
         for w in weights:
             hidden = jax.numpy.tanh(hidden @ w)
         return ((hidden - y) ** 2).mean()
 
     def train() -> Any:
-        step = jax.jit(
-            lambda weights: [
-                w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)
-            ]
-        )
+        # the data are arguments, so that XLA computes nothing while it compiles
+        gradient = jax.jit(lambda *arguments: jax.grad(loss)(*arguments))
         weights = first
         for _ in range(steps):
-            weights = step(weights)
+            gradients = gradient(weights, x, y)
+            weights = [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
         return jax.block_until_ready(weights)
 
     return train
