@@ -20,12 +20,7 @@ def encoded(
     x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str
 ) -> QuantizedArray:
     """Return an array in a narrow format, by the functions of its library, or by NumPy in host memory."""
-    if view.device.is_host:
-        xp = np
-        source = view.ndarray()
-    else:
-        xp = array_module(x)
-        source = x
+    xp, source = _module_and_array(x, view)
     of_axis = row.of_length(view.shape[axis])
     source = blocks_of(xp.moveaxis(source, axis, -1), of_axis, xp)
     with np.errstate(all="ignore"):
@@ -47,12 +42,7 @@ def encoded_by_rule(
     rule, _ = rules_of_format(row.name)
     if rule.block_scale == "floor":
         rule = rule._replace(block_scale=scale_rule)
-    if view.device.is_host:
-        xp = np
-        source = view.ndarray()
-    else:
-        xp = array_module(x)
-        source = x
+    xp, source = _module_and_array(x, view)
     source = xp.moveaxis(source, axis, -1)
     shapes = part_shapes(view.shape, axis, row)
     if 0 in view.shape:
@@ -71,3 +61,10 @@ def encoded_by_rule(
         for part, shape in zip(stored, shapes, strict=False)
     ]
     return quantized_array(x, view.shape, row, axis, stored, scale)
+
+
+def _module_and_array(x: Any, view: ArrayView) -> tuple[Any, Any]:
+    """Return the functions for an array, and the array that they take: NumPy's in host memory."""
+    if view.device.is_host:
+        return np, view.ndarray()
+    return array_module(x), x
