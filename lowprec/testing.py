@@ -249,13 +249,16 @@ def _tolerance(given: _Product) -> tuple[Tolerance, Array]:
     kernels = 2 if planned.quantized else 1
     relative = bound.relative * kernels + 2 * k * FLOAT64.unit_roundoff
     absolute = lost * (of_rows + of_columns + k * lost) + bound.result_absolute
+    by_scales = np.float64(0)
+    if row(planned.runs_as).operand_format is FLOAT16:
+        by_scales = 2 * k**0.5 * _LOST_BY_SCALES * given.norms
     if in_float16:
-        absolute = absolute + 2 * k**0.5 * _LOST_BY_SCALES * given.norms
+        absolute = absolute + by_scales
     may_overflow = magnitudes > min(ends, default=np.inf)
     size = np.where(may_overflow, np.inf, relative * magnitudes + absolute)
     reference = given.reference()
     of_result = _unit(planned.out_dtype.format) * abs(reference)
-    return Tolerance(reference, size), absolute + of_result
+    return Tolerance(reference, size), np.maximum(absolute, by_scales) + of_result
 
 
 def _bound(given: _Product) -> ErrorBound:

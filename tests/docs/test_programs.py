@@ -30,7 +30,7 @@ PROGRAMS = {
         r"bfloat16 \| 21\.23 \| (1\.0|0\.9999).*\n.*fp8 \| 10\.62 \| 0\.99"
     ),
     "training_step.py": (
-        ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 4 to PyTorch"
+        ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 0 to PyTorch"
     ),
     "train_narrow.py": (
         ("torch", "sklearn", "rich"), ["--seeds", "2", "--steps", "4"],

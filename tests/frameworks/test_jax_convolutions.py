@@ -41,7 +41,7 @@ def draw_convolution(jax, rng):
     return (lambda x, w: jax.lax.conv_general_dilated(x, w, **given)), operands
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 150), marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 50), marks=pytest.mark.sweep)])
 def test_integers_are_exact(jax, seeds):
     for seed in seeds:
         convolve, operands = draw_convolution(jax, np.random.default_rng(seed))
