@@ -224,7 +224,9 @@ template <class T> void Observation::record(const Product& p, const void* caller
     const bool is_kept = !p.a.is_overwritten && !p.b.is_overwritten;
     if constexpr (PLANES == 1)
         if (begins && again && is_kept && p.a.part == WHOLE && p.b.part == WHOLE) sample<Real>(*to, p);
-    if (may_be_faulty(*to) && (to->fault = fault_of_matrix<Real, PLANES>(p.out, p.out.at, p.m, p.n))) {
+    if (!may_be_faulty(*to)) return;
+    to->fault = fault_of_matrix<Real, PLANES>(p.out, p.out.at, p.m, p.n);
+    if (to->fault) {
         to->fault_at = index;
         if (!p.a.is_overwritten) to->fault_of_a = fault_of_matrix<Real, PLANES>(p.a, p.a.at, p.m, p.k);
         if (!p.b.is_overwritten) to->fault_of_b = fault_of_matrix<Real, PLANES>(p.b, p.b.at, p.k, p.n);
