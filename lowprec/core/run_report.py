@@ -128,8 +128,8 @@ class RunComparison(Report):
         part = 0.0
         for name in blame:
             named.append(name)
-            part += blame[name] / total
-            if part >= _HALF or len(named) == _MOST_NAMED:
+            part += blame[name]
+            if part >= _HALF * total or len(named) == _MOST_NAMED:
                 break
         return f"{percent(part)} of that comes from {_listed(named)}"
 
