@@ -243,32 +243,48 @@ def guard_table() -> str:
     return table(["library", "reaches", "switches and the products they act on", "modes"], rows)
 
 
+def _results(name: str) -> list[dict[str, Any]]:
+    """Return the results of a benchmark on all machines."""
+    paths = sorted((DOCS.parent / "benchmarks" / "results").glob(f"{name}-*.json"))
+    return [r for path in paths for r in json.loads(path.read_text(encoding="utf-8"))["results"]]
+
+
 def _measured_narrow() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Return the results of `bench_narrow.py`: rows of a matrix of N(0, 1), its errors, and speeds with 8 rows."""
-    paths = sorted((DOCS.parent / "benchmarks" / "results").glob("narrow-*.json"))
-    results = [r for path in paths for r in json.loads(path.read_text(encoding="utf-8"))["results"]]
+    results = _results("narrow")
     rows = {r["format"]: r for r in results if r["kind"] == "normal"}
     errors = {name: f"{100 * r['relative_error']:.2f} %" for name, r in rows.items()}
     weights = [r for r in results if r["kind"] == "weight" and r["m"] == 8]
     return rows, errors, {r["format"]: f"{r['speed']['median']:.2f}" for r in weights}
 
 
+#: Weights of the README by their names in `narrow_libraries.py`, with the formats of their errors.
+_WEIGHTS = {
+    "torch bfloat16": ("PyTorch: `bfloat16`", ""),
+    "onnxruntime 8 bits, accuracy_level 4": ("ONNX Runtime: 8 bits, rows in int8", ""),
+    "onnxruntime 4 bits, accuracy_level 4": ("ONNX Runtime: 4 bits, rows in int8", ""),
+    "lowprec float by mxfp8": ("`mxfp8`, rows in float32", "mxfp8"),
+    "lowprec float by nvfp4": ("`nvfp4`, rows in float32", "nvfp4"),
+    "lowprec float by mxfp4": ("`mxfp4`, rows in float32", "mxfp4"),
+    "lowprec int8_blocks by int8": ("`int8`, rows in int8", ""),
+    "lowprec int8_blocks by nvfp4": ("`nvfp4`, rows in int8", "nvfp4"),
+    "lowprec int8_blocks by mxfp4": ("`mxfp4`, rows in int8", "mxfp4"),
+}
+
+
 def weight_table() -> str:
-    """Return the formats of a weight, with its size, error and speed."""
-    rows, errors, speeds = _measured_narrow()
-    speeds["bfloat16"] = "1.00"
-    cells = [
-        [
-            _code(name) + prepared,
-            f"{r['nbytes'] / 1e6:.1f} MB",
-            errors[name],
-            f"{speeds[name + prepared]} x",
-        ]
-        for name, r in rows.items()
-        for prepared in ("", ", prepared")
-        if name + prepared in speeds
-    ]
-    return table(["weight", "size", "error", "speed"], cells, words=1)
+    """Return weights with their size and error, and the speed of few rows times them on one thread."""
+    formats, errors, _ = _measured_narrow()
+    speeds: dict[str, dict[int, str]] = {}
+    for r in _results("narrow"):
+        if r["kind"] == "compared" and r["threads"] == 1 and r["k"] == r["n"]:
+            speeds.setdefault(r["name"], {})[r["m"]] = f"{r['speed']['median']:.2f} x"
+    cells = []
+    for name, (weight, of_error) in _WEIGHTS.items():
+        size = f"{formats[of_error]['nbytes'] / 1e6:.1f} MB" if of_error else "-"
+        found = [speeds[name][m] for m in (1, 4, 32)]
+        cells.append([weight, size, errors.get(of_error, "-"), *found])
+    return table(["weight", "size", "error", "1 row", "4 rows", "32 rows"], cells, words=1)
 
 
 def narrow_table() -> str:
