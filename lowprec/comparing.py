@@ -67,6 +67,8 @@ def compare(
         A mode is unknown.
     SettingError
         The function returned no arrays and no numbers.
+    UnsupportedError
+        lowprec was built without kernels.
 
     Examples
     --------
@@ -78,8 +80,9 @@ def compare(
     [('Linear', 'forward', 'bf16')]
     """
     reference = parse_mode(against, what="against")
+    recorder = Recorder(reference)
     scope = intercept(math_mode, attention=attention)
-    run, result = _recorded(function, scope, Recorder(reference))
+    run, result = _recorded(function, scope, recorder)
     other, expected = _recorded(function, intercept(reference), Recorder())
     change = _change(result, expected)
     parts = {}

@@ -106,9 +106,9 @@ class intercept(Interception):
     def __init__(
         self, math_mode: RulesLike, cast: bool = False, *, statistics: bool = False
     ) -> None:
+        recorder = Recorder(MathMode.FP64) if statistics else None
         super().__init__(math_mode, statistics)
-        if statistics:
-            self.recorder = Recorder(MathMode.FP64)
+        self.recorder = recorder
         self.cast = cast
         self._text += ", cast=True" if cast else ""
         for pattern, _ in self.rules:

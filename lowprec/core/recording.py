@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu.observing import BEGINS, IS_FAULTY, Site, Sums, observe, xla_handler  # noqa: F401 - for other packages
+from lowprec.backends.cpu.observing import (
+    BEGINS,
+    IS_FAULTY,
+    Site,
+    Sums,
+    observe,
+    require,
+    xla_handler,
+)  # noqa: F401 - for other packages
 from lowprec.core.interception_report import (
     NO_STATISTICS,
     InterceptedProduct,
@@ -71,9 +79,13 @@ class Run(NamedTuple):
 
 
 class Recorder:
-    """The products of a run; ``reference`` is the mode in which each is computed again, None for no other one."""
+    """The products of a run; ``reference`` is the mode in which each is computed again, None for no other one.
+
+    It raises UnsupportedError where there is no compiled library.
+    """
 
     def __init__(self, reference: Mode | None = None) -> None:
+        require()
         self.reference = reference
         self._observed: list[Observed] = []
         self._sites: dict[Kind, Site] = {}

@@ -72,9 +72,9 @@ class intercept(Interception):
     """
 
     def __init__(self, math_mode: RulesLike, *, statistics: bool = False) -> None:
+        recorder = Recorder(MathMode.FP64) if statistics else None
         super().__init__(math_mode, statistics)
-        if statistics:
-            self.recorder = Recorder(MathMode.FP64)
+        self.recorder = recorder
         self._observer: Observer | None = None
 
     def _key(self) -> Any:

@@ -69,6 +69,16 @@ def is_backward() -> bool:
     return _graph_task() != -1 and not _grad_enabled()
 
 
+def reference_of(
+    scope: Any, resolved: ResolvedMode, context: Context | None
+) -> ResolvedMode | None:
+    """Return the reference of a comparison, where a product in another mode is computed again in it."""
+    if scope.recorder is None or scope.recorder.reference is None:
+        return None
+    reference = resolve(scope.recorder.reference, context)
+    return None if reference.mode == resolved.mode else reference
+
+
 def count(
     scope: Any, layer: Layer, name: str, tensors: list[Tensor], multiplications: int, mode: str,
     reason: Any = None, detail: str = "", statistics: Statistics | None = None, product: str = "",

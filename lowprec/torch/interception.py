@@ -28,6 +28,7 @@ from lowprec.torch.accounting import (
     count,
     is_backward,
     reason_against,
+    reference_of,
     resolve,
     thread,
 )
@@ -250,10 +251,8 @@ def _in_reference(
     scope: Any, terms: Terms, resolved: ResolvedMode, context: Context | None
 ) -> Tensor | None:
     """Return the product in the reference of a comparison, before an operator in place overwrites its terms."""
-    if scope.recorder is None or scope.recorder.reference is None:
-        return None
-    reference = resolve(scope.recorder.reference, context)
-    if reference.mode == resolved.mode:
+    reference = reference_of(scope, resolved, context)
+    if reference is None:
         return None
     return computed(terms, reference, None, swaps=False)
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from lowprec.core.interception_report import PassedBy, Statistics
 from lowprec.modes import Recipe, ResolvedMode, row
-from lowprec.torch.accounting import REFUSALS, Found, count, reason_against, resolve, thread
+from lowprec.torch.accounting import (
+    REFUSALS,
+    Found,
+    count,
+    reason_against,
+    reference_of,
+    resolve,
+    thread,
+)
 from lowprec.torch.layer_names import Part
 from lowprec.torch.passes import mode_of_product
 from lowprec.torch.registration import Function
@@ -116,10 +124,8 @@ def _in_reference(
     scope: Any, product: OperatorProduct, resolved: ResolvedMode, context: Any
 ) -> Tensor | None:
     """Return the result in the reference of a comparison."""
-    if scope.recorder is None or scope.recorder.reference is None:
-        return None
-    reference = resolve(scope.recorder.reference, context)
-    if reference.mode == resolved.mode:
+    reference = reference_of(scope, resolved, context)
+    if reference is None:
         return None
     found: Tensor = _first(product.compute(product.make(reference), False))
     return found

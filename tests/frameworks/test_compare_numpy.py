@@ -9,6 +9,7 @@ from scipy.linalg import blas as routines
 
 import lowprec
 from lowprec.backends.cpu import library
+from lowprec.cli import main
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or library.library() is None,
@@ -282,3 +283,22 @@ def test_statistics_of_a_block_are_those_of_its_products():
         assert np.array_equal(a @ b, results[0])
     assert seen.recorder is None
     assert "underflow" not in str(seen.report())
+
+
+def test_without_the_compiled_library_nothing_is_begun(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(library, "library", lambda: None)
+    monkeypatch.setattr(
+        library, "unavailable_reason", lambda: "built without kernels (no compiler)"
+    )
+    calls = []
+    with pytest.raises(lowprec.UnsupportedError, match=r"need the compiled kernels: built without"):
+        lowprec.compare(lambda: calls.append(1), "bf16")
+    with pytest.raises(lowprec.UnsupportedError, match="statistics of JAX and NumPy"):
+        lowprec.numpy.intercept("bf16", statistics=True)
+    program = tmp_path / "program.py"
+    program.write_text("print('it runs')\n")
+    assert main(["run", "--mode", "bf16", "--against", "fp32", str(program)]) != 0
+    shown = capsys.readouterr()
+    assert "need the compiled kernels" in shown.err
+    assert not shown.out
+    assert not calls

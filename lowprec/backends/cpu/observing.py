@@ -56,12 +56,17 @@ class Sums(NamedTuple):
 _FAULTS = ("", "NaN", "Inf", "NaN")
 
 
-@functools.cache
-def function(name: str, result: Any, *arguments: Any) -> Any:
+def require() -> None:
+    """Raise UnsupportedError where there is no compiled library."""
     if library.library() is None:
         raise UnsupportedError(
-            f"comparisons need the compiled kernels: {library.unavailable_reason()}"
+            "comparisons, and statistics of JAX and NumPy, need the compiled kernels: "
+            f"{library.unavailable_reason()}"
         )
+
+
+@functools.cache
+def function(name: str, result: Any, *arguments: Any) -> Any:
     # with the interpreter's lock, so that no other thread forks while a site is locked
     found = getattr(ctypes.PyDLL(library.path()), f"lp_{name}")
     found.restype = result

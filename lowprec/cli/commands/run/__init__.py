@@ -184,6 +184,9 @@ def _run_twice(
     command: Sequence[str], mode: Mode, rules: Rules, options: argparse.Namespace
 ) -> int:
     from lowprec.cli.commands.run.against import run_twice
+    from lowprec.core.recording import require
+
+    require()
 
     def variables(record: str, is_reference: bool) -> dict[str, str]:
         hooks: dict[str, Any] = {"record": record, "force": options.force}
