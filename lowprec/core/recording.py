@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu.observing import (
+from lowprec.backends.cpu.observing import (  # noqa: F401 - some for other packages
     BEGINS,
     IS_FAULTY,
     Site,
@@ -21,7 +21,7 @@ from lowprec.backends.cpu.observing import (
     observe,
     require,
     xla_handler,
-)  # noqa: F401 - for other packages
+)
 from lowprec.core.interception_report import (
     NO_STATISTICS,
     InterceptedProduct,
