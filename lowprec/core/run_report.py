@@ -33,7 +33,7 @@ class LayerError(NamedTuple):
     Errors are relative, in Frobenius norms over all products; None where there is none to compare.
     """
 
-    #: Name of the layer, or the library's name of the operator where no product is observed.
+    #: Name of the layer, with the library's name of the operator where no product is observed.
     layer: str
     #: ``"forward"``, ``"grad_input"``, ``"grad_weight"``, ``"backward"`` for other gradients, or ``"any"``.
     phase: str
@@ -311,7 +311,7 @@ def _first_fault(run: Run) -> str:
 
 
 def _unobserved(x: InterceptedProduct, total: int) -> LayerError:
-    name = x.layer or f"({x.operator})"
+    name = f"{x.layer} ({x.operator})".strip()
     phase = "backward" if x.backward else "forward"
     return LayerError(name, phase, x.mode, x.count, x.multiplications / total, None, None, 0.0, 0.0)
 

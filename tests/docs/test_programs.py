@@ -43,15 +43,15 @@ PROGRAMS = {
 
 #: How a program that knows nothing of lowprec is started.
 UNDER_LOWPREC = ["-m", "lowprec", "run", "--mode", "bf16", "--intercept"]
-#: Tested where the other tests of lowprec.amp are.
-OF_AMP = {"digits.py"}
+#: Tested where the other tests of lowprec.amp, and of the README, are.
+ELSEWHERE = {"digits.py", "seeds.py"}
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
 
 
 def test_every_program_is_run_and_has_its_place_on_the_page():
     found = {path.name for path in EXAMPLES.glob("*.py")}
-    assert found == PROGRAMS.keys() | OF_AMP
+    assert found == PROGRAMS.keys() | ELSEWHERE
     page = (ROOT / "docs" / "examples.md").read_text()
     assert set(re.findall(r"examples/(\w+\.py)", page)) == found
 

@@ -23,12 +23,22 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
 def assert_same_output(found, shown):
-    """Compare two texts: the words exactly, the numbers within a tenth and a unit of the last digit."""
+    """Compare two texts: the words exactly, the numbers within a tenth and a unit of the last digit.
+
+    Rows are compared in the order of their words and first number: errors that are nearly the same may swap two.
+    """
+    found = "\n".join(sorted(found.splitlines(), key=_words_and_number))
+    shown = "\n".join(sorted(shown.splitlines(), key=_words_and_number))
     assert _NUMBER.sub("0", found).split() == _NUMBER.sub("0", shown).split()
     for a, b in zip(_NUMBER.findall(found), _NUMBER.findall(shown), strict=True):
         digits = len(b.partition(".")[2].partition("e")[0])
         scale = float("1e" + (b.partition("e")[2] or "0"))
         assert float(a) == pytest.approx(float(b), rel=0.1, abs=1.5 * scale / 10**digits), (a, b)
+
+
+def _words_and_number(line):
+    first = _NUMBER.search(line)
+    return _NUMBER.sub("0", line).split(), float(first[0]) if first else 0.0
 
 
 def run(folder, *command, columns=92):
@@ -71,6 +81,21 @@ def test_train_in_nvfp4(tmp_path):
     shown = block_after("With that layer in bfloat16").splitlines()
     found = run(tmp_path, *lowprec, "0=bf16,*=nvfp4", "train.py").splitlines()
     assert_same_output("\n".join(found[: len(shown) - 2]), "\n".join(shown[1:-1]))
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
+def test_train_with_other_seeds(tmp_path):
+    """Two seeds of the ten: their median is in the range that the README shows."""
+    needs("torch")
+    (tmp_path / "train.py").write_text(TRAIN)
+    printed = run(tmp_path, EXAMPLES / "seeds.py", "train.py", "--seeds", "2", "--layers", "0")
+    shown = [line.replace("`", "") for line in README.splitlines()]
+    for line in printed.splitlines()[1:]:
+        name, median, _, _ = re.split(r"  +", line)
+        (row,) = (row for row in shown if row.startswith(f"| {name} | 0."))
+        _, least, largest = map(float, re.findall(r"0\.\d{4}", row))
+        assert least * 0.9 <= float(median) <= largest * 1.1, line
 
 
 @pytest.mark.sweep
