@@ -317,6 +317,7 @@ def parse_mode(name: str | Mode | Format, what: str = "math_mode") -> Mode:
     return found
 
 
+BoundName: TypeAlias = Literal["guaranteed", "probable"]
 # generated: names for type checkers
 ModeName: TypeAlias = Literal[
     "fp32", "fp32_pedantic", "fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp16x3", "fp16x4",
@@ -326,7 +327,6 @@ ModeName: TypeAlias = Literal[
     "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3",
     "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
 ]  # fmt: skip
-BoundName: TypeAlias = Literal["guaranteed", "probable"]
 ActivationName: TypeAlias = Literal["relu", "gelu"]
 ArchitectureName: TypeAlias = Literal["volta", "ampere", "ada", "hopper", "blackwell"]
 # end of generated

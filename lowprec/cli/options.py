@@ -11,8 +11,8 @@ from lowprec.core.rules import Rules, parse_rules
 from lowprec.errors import LowprecError, did_you_mean
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
 from lowprec.modes import Mode, mode_names, parse_mode
-from lowprec.planning import Bound
 from lowprec.planning.gpus import model_names, parse_capability, parse_model
+from lowprec.planning.selection import BOUNDS
 from lowprec.util.strides import Shape
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "take the cheapest mode whose guaranteed error, relative to |A||B|, is within this",
     },
     "--bound": {
-        "choices": [str(x) for x in Bound],
+        "choices": BOUNDS,
         "metavar": "BOUND",
         "help": "error that --rtol limits: guaranteed (default), or probable: met with a probability of 0.999",
     },

@@ -21,7 +21,6 @@ from lowprec.modes import (
     parse_mode,
 )
 from lowprec.planning import (
-    Bound,
     Candidate,
     Capabilities,
     GemmPlan,
@@ -30,7 +29,7 @@ from lowprec.planning import (
     ReasonKind,
     plan_gemm,
 )
-from lowprec.planning.selection import Selection, check_bound, check_rtol, select_mode
+from lowprec.planning.selection import BOUNDS, check_bound, check_rtol, select_mode
 
 if TYPE_CHECKING:
     from lowprec.core.call import Call
@@ -48,9 +47,9 @@ def mode_of(
     """Return the mode of a product, and all candidates if ``rtol`` selects it and none is imposed."""
     if rtol is None and bound is None:
         return policy.resolve(math_mode), ()
-    measure = check_bound(bound or Bound.GUARANTEED)
+    bound = check_bound(bound or "guaranteed")
     if rtol is None:
-        raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")
+        raise ModeError(f"bound={bound!r} needs rtol=; pass both")
     rtol = check_rtol(rtol)
     if math_mode is not None:
         raise ModeError(
@@ -64,13 +63,14 @@ def mode_of(
     check_devices(call.options.views(x, y))
     problem = call.options.problem(spec_of(x), spec_of(y))
     capabilities = capabilities or backend_of(x.device).capabilities(x.device)
-    selection = select_mode(problem, capabilities, rtol, _excluded(), measure)
+    selection = select_mode(problem, capabilities, rtol, _excluded(), bound)
     links = getattr(call.a, "numblocks", (1,))[-1]  # Dask adds this number of products
     if links <= 1:
         links = getattr(call.b, "numblocks", (1,))[-2:][0]
     if links > 1:
-        selection = _within_chain(links, selection, problem, capabilities, rtol, measure)
-    return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
+        selection = _within_chain(links, selection, problem, capabilities, rtol, bound)
+    mode, candidates = selection
+    return policy.restrict(mode, ModeSource.RTOL), candidates
 
 
 def _excluded() -> frozenset[Mode]:
@@ -81,12 +81,12 @@ def _excluded() -> frozenset[Mode]:
 
 def _within_chain(
     links: int,
-    whole: Selection,
+    whole: tuple[Mode, tuple[Candidate, ...]],
     problem: GemmProblem,
     capabilities: Capabilities,
     rtol: float,
-    measure: Bound,
-) -> Selection:
+    bound: BoundName,
+) -> tuple[Mode, tuple[Candidate, ...]]:
     """Return the selection for products of chunks of k that are added up in the accumulator's type.
 
     |C - AB| <= (e + g (1 + e)) |A||B|, with e the error of a partial product relative to its |A||B|, and g that of the
@@ -100,27 +100,26 @@ def _within_chain(
     growth = links * u / (1 - links * u)
     with suppress(ModeError):
         rest = check_rtol((rtol - growth) / (1 + growth))
-        return select_mode(problem, capabilities, rest, _excluded(), measure)
+        return select_mode(problem, capabilities, rest, _excluded(), bound)
     # FP64 sums are rounded once, however many chunks there are.
-    bounds = {c.mode: c.bound for c in whole.candidates}
+    _, candidates = whole
+    bounds = {c.mode: c.bound for c in candidates}
     if bounds.get(MathMode.FP64, inf) <= rtol:
-        return Selection(MathMode.FP64, whole.candidates)
+        return MathMode.FP64, candidates
     raise ModeError(
         f"no math mode keeps rtol = {rtol:.3g} where {dtype} products of {links} chunks along k are added up, which "
         f"adds {growth:.3g}; use a larger rtol or fewer chunks along k"
     )
 
 
-def other_choice(rtol: float | None, bound: str | None, planned: GemmPlan) -> Reason:
+def other_choice(rtol: float | None, bound: BoundName | None, planned: GemmPlan) -> Reason:
     """Return which bound ``rtol`` limits, and the mode that the other bound would choose."""
-    used = Bound(bound or Bound.GUARANTEED)
+    used = bound or "guaranteed"
     rtol = check_rtol(rtol)
     choice = "no mode"
-    (other,) = set(Bound) - {used}
+    (other,) = set(BOUNDS) - {used}
     with suppress(ModeError):
-        selection = select_mode(planned.problem, planned.capabilities, rtol, _excluded(), other)
-        chosen = next(x for x in selection.candidates if x.accepted)
+        _, candidates = select_mode(planned.problem, planned.capabilities, rtol, _excluded(), other)
+        chosen = next(x for x in candidates if x.accepted)
         choice = f"{chosen.mode}, whose bound is {chosen.bound:.2g}"
-    return Reason.of(
-        ReasonKind.TOLERANCE, bound=str(used), rtol=rtol, other=str(other), choice=choice
-    )
+    return Reason.of(ReasonKind.TOLERANCE, bound=used, rtol=rtol, other=other, choice=choice)

@@ -10,11 +10,4 @@ from lowprec.planning.planner import plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import PartProduct
-from lowprec.planning.selection import (
-    Bound,
-    Candidate,
-    Selection,
-    check_bound,
-    check_rtol,
-    select_mode,
-)
+from lowprec.planning.selection import Candidate, check_bound, check_rtol, select_mode

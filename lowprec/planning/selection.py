@@ -4,38 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from enum import unique
 from functools import lru_cache
 from math import isfinite, nan
 from numbers import Real
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from lowprec.errors import ModeError, UnsupportedError, quoted
-from lowprec.modes import MathMode, Mode, available_modes
+from lowprec.modes import BoundName, MathMode, Mode, available_modes
 from lowprec.planning.costs import expected_cost, roofline
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
-from lowprec.util.plain import StrEnum
+
+#: The bounds that are compared with ``rtol``: for all data, or with a stated probability, for rounding errors of mean
+#: zero.
+BOUNDS: tuple[BoundName, ...] = get_args(BoundName)
 
 
-@unique
-class Bound(StrEnum):
-    """The bound that is compared with ``rtol``."""
-
-    GUARANTEED = "guaranteed"  # for all data
-    PROBABLE = "probable"  # with a stated probability, for rounding errors of mean zero
-
-
-def check_bound(bound: object) -> Bound:
-    """Return the bound of this name; raise ModeError if there is none."""
-    try:
-        return Bound(bound)
-    except ValueError:
-        names = " or ".join(repr(str(x)) for x in Bound)
-        raise ModeError(f"bound must be {names}, got {quoted(bound)}") from None
+def check_bound(bound: BoundName) -> BoundName:
+    """Return the bound; raise ModeError if there is none of this name."""
+    if bound not in BOUNDS:
+        raise ModeError(f"bound must be {' or '.join(map(repr, BOUNDS))}, got {quoted(bound)}")
+    return bound
 
 
 class Candidate(NamedTuple):
@@ -47,13 +39,6 @@ class Candidate(NamedTuple):
     accepted: bool  # whether this is the mode that runs
     why: Reason
     seconds: float | None = None  # least time by the roofline, if known
-
-
-class Selection(NamedTuple):
-    """The chosen mode, and all candidates, the cheapest first."""
-
-    mode: Mode
-    candidates: tuple[Candidate, ...]
 
 
 def check_rtol(rtol: object) -> float:
@@ -73,11 +58,12 @@ def select_mode(
     capabilities: Capabilities,
     rtol: float,
     excluded: frozenset[Mode] = frozenset(),
-    bound: Bound = Bound.GUARANTEED,
-) -> Selection:
+    bound: BoundName = "guaranteed",
+) -> tuple[Mode, tuple[Candidate, ...]]:
     """Return the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` (Frobenius norms) is at most ``rtol``.
 
-    ``excluded`` are modes excluded by the environment. Raises ModeError, with all bounds, if no mode meets ``rtol``.
+    The candidates follow, the cheapest first. ``excluded`` are modes excluded by the environment. Raises ModeError,
+    with all bounds, if no mode meets ``rtol``.
     """
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
@@ -86,7 +72,7 @@ def select_mode(
     chosen: Mode | None = None
     candidates = []
     for plan in by_cost:
-        size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
+        size = plan.bound.relative if bound == "guaranteed" else plan.bound.probable
         why = _unsupported_reason(plan, size, rtol, excluded)
         accepted = why is None and chosen is None
         seconds = getattr(roofline(plan), "seconds", None)
@@ -100,14 +86,14 @@ def select_mode(
     if chosen is None:
         sizes = {c.mode: c.bound for c in candidates}
         bounds = ", ".join(f"{plan.mode} {sizes[plan.mode]:.3g}" for plan in plans)
-        verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"
+        verb = "guarantees" if bound == "guaranteed" else "probably keeps"
         dtype = plans[0].compute_dtype
         k = plans[0].layout.k
         raise ModeError(
             f"no math mode {verb} rtol = {rtol:.3g} for {dtype} operands at k = {k}; bounds: {bounds}. Use a larger "
             f"rtol or {'complex128' if dtype.is_complex else 'float64'} operands"
         )
-    return Selection(chosen, tuple(candidates))
+    return chosen, tuple(candidates)
 
 
 def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPlan]:

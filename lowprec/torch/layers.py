@@ -88,7 +88,7 @@ class Linear(torch.nn.Linear):
         if rtol is not None:
             self.rtol = check_rtol(rtol)
         if bound is not None:
-            self.bound = check_bound(bound).value
+            self.bound = check_bound(bound)
         if backward_mode is not None:
             self.backward_mode = _of_layer(parse_mode(backward_mode, "backward_mode"), self.number)
 
