@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable
 from itertools import groupby
 from math import prod
@@ -31,6 +30,7 @@ from lowprec.jax.convolutions import convolve
 from lowprec.jax.lowering import axes_of, multiply
 from lowprec.jax.observing import Observer
 from lowprec.modes import MathMode, Mode, row
+from lowprec.util.per_thread import PerThread
 
 
 class intercept(Interception):
@@ -141,13 +141,9 @@ _STRUCTURE = re.compile(
 )
 
 
-class _LoweringThread(threading.local):
-    is_busy = False  # while a product's own operations are lowered
-    #: Names around the function that is lowered, and JAX's names at its call, which it may have, too.
-    callers = ("", "")
-
-
-_thread = _LoweringThread()
+#: Whether a product's own operations are lowered; names around the function that is lowered, and JAX's names at its
+#: call, which it may have, too.
+_thread = PerThread(is_busy=False, callers=("", ""))
 
 
 @functools.cache

@@ -85,13 +85,9 @@ _RESTORING = Hold()
 Stacks = dict[Controller, list[_Layer]]
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.stacks: Stacks = {}
-
-
 _process_stacks: Stacks = {}
-_thread = _OfThread()
+#: The stacks of each thread are its attribute ``stacks``.
+_thread = threading.local()
 
 
 def acquire(
@@ -118,7 +114,9 @@ def acquire(
 
 def _join(hold: Hold, controller: Controller, mode: Mode, is_floor: bool) -> str | None:
     """Add a hold to a layer of this library's switches, or return the reason against it."""
-    stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
+    stacks = _process_stacks
+    if controller.tier == Tier.THREAD:
+        stacks = vars(_thread).setdefault("stacks", {})
     stack = stacks.setdefault(controller, [])
     _restore_unused(stack)  # layers of blocks that another thread left
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.holds]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextvars import Context
 from typing import Any
 
@@ -24,6 +23,7 @@ from lowprec.errors import (
 from lowprec.modes import Mode, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON
 from lowprec.torch.observing import observe
+from lowprec.util.per_thread import PerThread
 
 _grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
@@ -35,12 +35,8 @@ REFUSALS = (ArrayError, DTypeError, DeviceError, SettingError, ShapeError, Unsup
 Found = tuple[Any, Context | None]
 
 
-class _Thread(threading.local):
-    counted = 0  # products
-    watched: PassedBy | None = None  # of the operator that multiplies, inside it
-
-
-thread = _Thread()
+#: The number of products, and the reason of the operator that multiplies, inside it.
+thread = PerThread(counted=0, watched=None)
 
 #: Reasons for routines that keep their precision.
 _REASONS = {"dot": PassedBy.VECTORS, "lapack": PassedBy.LINEAR_ALGEBRA}

@@ -7,7 +7,6 @@ the stored mode may be another task's: the operator resolves the mode again when
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from contextvars import Context
 
@@ -15,22 +14,17 @@ from lowprec import policy
 from lowprec.errors import EnvironmentVariableError
 from lowprec.policy import entries
 from lowprec.recipes import Recipe
+from lowprec.util.per_thread import PerThread
 
-
-class _ModeOfThread(threading.local):
-    def __init__(self) -> None:
-        # PyTorch 2.11's compiler would read a class attribute instead of the thread's value.
-        self.mode = ""
-
-
-thread = _ModeOfThread()
+thread = PerThread(mode="")
 #: Outside of all scopes.
 default: str = "fp32"
 
 
 def current_mode() -> str:
     """Return the current mode; PyTorch's compiler reads this function."""
-    return thread.mode or default
+    mode: str = thread.mode
+    return mode or default
 
 
 def _mode() -> str:

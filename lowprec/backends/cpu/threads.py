@@ -11,13 +11,13 @@ import io
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from lowprec.backends.cpu import library
 from lowprec.policy import environment
+from lowprec.util.per_thread import PerThread
 
 _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
@@ -114,22 +114,13 @@ def _use_openmp(parallel: Any, in_parallel: Any) -> None:
         kernels.use_openmp(parallel, in_parallel)
 
 
-class _Affinity(threading.local):
-    """The number of CPUs in the affinity mask of the calling thread, read once a second."""
-
-    cpus, expires = 1, -math.inf
-
-    def refresh(self, now: float) -> None:
-        self.cpus = affinity()
-        self.expires = now + _REFRESH_SECONDS
-
-
 class _Limits:
     """The limits of `num_threads`, read once a second; other calls take half a microsecond."""
 
     def __init__(self) -> None:
         self.cpus = 1  # of the process
-        self.affinity = _Affinity()
+        #: The CPUs in the affinity mask of the calling thread.
+        self.affinity = PerThread(cpus=1, expires=-math.inf)
         self.getter: Callable[[], int] | None = None
         self.openmp: Callable[[], int] | None = None  # threads of PyTorch's OpenMP runtime
         self.has_torch = False
@@ -167,8 +158,9 @@ def num_threads() -> int:
     if now >= limits.expires or ("torch" in sys.modules) != limits.has_torch:
         limits.refresh(now)
     if now >= mask.expires:
-        mask.refresh(now)
-    cpus = min(limits.cpus, mask.cpus)
+        mask.cpus = affinity()
+        mask.expires = now + _REFRESH_SECONDS
+    cpus: int = min(limits.cpus, mask.cpus)
     if limits.getter is not None:
         cpus = min(cpus, limits.getter())
     if limits.openmp is not None:
