@@ -6,7 +6,6 @@ It imports no library: loaded ones are inspected in ``sys.modules``, others by t
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -97,16 +96,16 @@ def info() -> Info:
     gpu, gpus = _gpus()
     cache = disk.cache_directory()
     has_cache = not isinstance(cache, str)
-    variables = list(environment.rows())
+    variables = environment.rows()
     warnings = [*environment.problems(), *cpu["warnings"]]
     if gpu["driver"] is not None and not gpu["used"]:
         warnings.append(
             f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
         )
     if not has_cache:
-        for i, row in enumerate(variables):
-            if row.name == "LOWPREC_CACHE_DIR":
-                variables[i] = row._replace(effect="no cache")
+        for row in variables:
+            if row["name"] == "LOWPREC_CACHE_DIR":
+                row["effect"] = "no cache"
     if gpu["used"] and not has_cache:  # only GPUs need the cache
         warnings.append(cache)
     return Info(
@@ -121,8 +120,8 @@ def info() -> Info:
             "mode": mode,
             "cache": str(cache) if has_cache else None,
             "available_modes": [str(m) for m in available_modes()],
-            "environment": [row._asdict() for row in variables],
-            "frameworks": [dataclasses.asdict(row) for row in switch_rows()],
+            "environment": variables,
+            "frameworks": list(switch_rows()),
             "warnings": warnings,
         }
     )

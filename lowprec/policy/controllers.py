@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
 from lowprec.policy.frameworks.jax import JaxController
 from lowprec.policy.frameworks.switch_functions import CUPY, PADDLE, TENSORFLOW
@@ -77,31 +78,22 @@ def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
     return [c for c in loaded if names is None or c.name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchRow:
-    """One switch of a loaded library."""
+def switch_rows() -> Iterator[dict[str, Any]]:
+    """Yield every switch of every loaded library, as in ``info()``, without changing any.
 
-    library: str
-    switch: str | None  # None if the library's switches cannot be read
-    value: str | bool | int | None  # current value in this thread
-    tier: str  # scope: ``"process"`` or ``"thread"``
-    problem: str | None = None  # the reason if it cannot be read
-
-
-def switch_rows() -> tuple[SwitchRow, ...]:
-    """Return every switch of every loaded library with a controller, without changing any."""
-    rows: list[SwitchRow] = []
+    ``switch`` is None if the library's switches cannot be read.
+    """
     for controller in loaded_controllers():
-        name, tier = controller.name, str(controller.tier)
         values, error = attempt(controller, controller.describe)
-        if values is None:
-            rows.append(SwitchRow(name, None, None, tier, error))
-            continue
-        for switch, value in values.items():
+        for switch, value in ({None: None} if values is None else values).items():
             is_plain = value is None or isinstance(value, str | bool | int)
-            shown = value if is_plain else str(value)
-            rows.append(SwitchRow(name, switch, shown, tier))
-    return tuple(rows)
+            yield {
+                "library": controller.name,
+                "switch": switch,
+                "value": value if is_plain else str(value),
+                "tier": controller.tier,
+                "problem": error,
+            }
 
 
 for _builtin in (TorchController(), JaxController(), TENSORFLOW, CUPY, PADDLE):

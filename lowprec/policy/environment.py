@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, did_you_mean, quoted
 from lowprec.modes import MathMode, Mode, mode_names, parse_mode
@@ -272,19 +272,8 @@ def refresh() -> None:
     _snapshots.clear()  # again, because a listener that resolves modes takes a snapshot
 
 
-class VariableRow(NamedTuple):
-    """One variable in ``info()``; ``name``, ``meaning`` and ``legal`` as in :class:`Variable`."""
-
-    name: str
-    value: str | None  # the current text
-    effect: str  # description of the value in use
-    meaning: str
-    legal: str
-    # warning about a value that is illegal, reserved, or was changed after it was read
-    problem: str | None
-
-
-def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> VariableRow:
+def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> dict[str, Any]:
+    """Return one variable as in ``info()``; ``problem`` is a warning about its value, or None."""
     now = variable.text()
     used = now
     if first is not None and variable.read_once:
@@ -303,7 +292,14 @@ def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> Variable
             f"{variable.name} was {_shown(used)} when lowprec read it and is {_shown(now)} now; "
             "the first value is used until the process ends"
         )
-    return VariableRow(variable.name, now, effect, variable.meaning, variable.legal, problem)
+    return {
+        "name": variable.name,
+        "value": now,
+        "effect": effect,
+        "meaning": variable.meaning,
+        "legal": variable.legal,
+        "problem": problem,
+    }
 
 
 def _shown(text: str | None) -> str:
@@ -339,9 +335,9 @@ def thread_limit(*, of_blas: bool) -> int:
     return min(limit or sys.maxsize for limit in limits)
 
 
-def rows() -> tuple[VariableRow, ...]:
-    """Return one row per variable for ``info()`` and the documentation, without raising or taking the snapshot."""
-    return tuple(_row(v, _snapshots.get(None)) for v in VARIABLES)
+def rows() -> list[dict[str, Any]]:
+    """Return one row per variable for ``info()``, without raising or taking the snapshot."""
+    return [_row(v, _snapshots.get(None)) for v in VARIABLES]
 
 
 def problems() -> tuple[str, ...]:
@@ -351,7 +347,7 @@ def problems() -> tuple[str, ...]:
     ours = [
         name for name in sorted(os.environ) if re.match("LOWPREC_(?!RUN|BUILD|CI_|EMULATOR_)", name)
     ]
-    found = [r.problem for r in rows() if r.problem is not None]
+    found = [r["problem"] for r in rows() if r["problem"] is not None]
     for name in ours:
         if name not in known:
             found.append(f"{name} is not a variable of lowprec{did_you_mean(name, known)}")

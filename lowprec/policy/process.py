@@ -12,7 +12,7 @@ from typing import Any
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy.controllers import controllers
 from lowprec.policy.environment import RUN_GUARD
-from lowprec.policy.protocol import Controller, Tier, attempt
+from lowprec.policy.protocol import Controller, attempt
 from lowprec.policy.scopes import is_guarded_library
 from lowprec.policy.switches import FLOOR, Hold, acquire, changed_switches
 
@@ -27,7 +27,7 @@ def set_library(name: str, order: str) -> str | None:
     mode = MathMode.FP32 if is_floor else parse_mode(order)
     if not is_floor and is_guarded_library(name):
         return FLOOR
-    if controller.tier == Tier.PROCESS or mode not in controller.modes:
+    if controller.tier == "process" or mode not in controller.modes:
         hold = Hold()  # never released
         acquire(hold, [controller], mode, is_floor)
         reason = hold.failures.get(name)

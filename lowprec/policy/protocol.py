@@ -6,36 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import unique
 from typing import Any, Protocol, TypeVar
 
 from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.util.plain import StrEnum
 
 T = TypeVar("T")
-
-
-@unique
-class Tier(StrEnum):
-    """Scope of a library's switches: the process, or each thread."""
-
-    THREAD = "thread"
-    PROCESS = "process"
 
 
 class Controller(Protocol):
     """Reads, sets and restores the switches of one library.
 
     :meth:`save`, :meth:`set_mode` and :meth:`restore` are called under one lock, so they must not wait for another
-    thread or enter a guard. Calls are nested pairs of ``set_mode`` and ``restore``; for ``Tier.THREAD`` both are called
-    in the same thread.
+    thread or enter a guard. Calls are nested pairs of ``set_mode`` and ``restore``; for switches of a thread both are
+    called in the same thread.
 
     An exception from the controller's module, or from a module whose name begins with :attr:`module`, is not raised:
     the library is reported as not protected, with the text of the exception. Any other exception comes from a signal
     handler and is raised; ``restore`` may then be called twice.
 
-    An optional method ``set_default(mode)``, for ``Tier.THREAD``, sets the default of all threads.
+    An optional method ``set_default(mode)``, for switches of a thread, sets the default of all threads.
     """
 
     @property
@@ -47,8 +37,8 @@ class Controller(Protocol):
         """Module that is in ``sys.modules`` if the library is loaded."""
 
     @property
-    def tier(self) -> Tier:
-        """Whether the switches belong to the thread or to the process."""
+    def tier(self) -> str:
+        """``"thread"`` or ``"process"``, to which the switches belong."""
 
     @property
     def switches(self) -> Mapping[str, str]:

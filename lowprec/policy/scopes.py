@@ -20,7 +20,7 @@ from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
 from lowprec.policy.decorators import ContextScope, F, decorated, picklable
 from lowprec.policy.entries import Entry, Frame, current
-from lowprec.policy.protocol import Controller, Tier
+from lowprec.policy.protocol import Controller
 from lowprec.policy.switches import FLOOR, Hold, acquire, release
 
 #: The argument ``frameworks=``: all loaded libraries, none, or those of these names.
@@ -191,7 +191,7 @@ class PolicyScope(ContextScope):
             return hold.failures[name]
         if name not in hold.layers:
             return "imported inside the block; the next entry will set it"
-        if controller.tier == Tier.THREAD and hold.thread != get_ident():
+        if controller.tier == "thread" and hold.thread != get_ident():
             return "its switch belongs to the thread that entered the block; use wrap() here"
         return None
 

@@ -18,7 +18,7 @@ from threading import get_ident
 from typing import Any
 
 from lowprec.modes import Mode
-from lowprec.policy.protocol import Controller, Tier, attempt
+from lowprec.policy.protocol import Controller, attempt
 from lowprec.util.lock import lock
 
 #: The reason for which a block does not set switches that a guard has set.
@@ -115,7 +115,7 @@ def acquire(
 def _join(hold: Hold, controller: Controller, mode: Mode, is_floor: bool) -> str | None:
     """Add a hold to a layer of this library's switches, or return the reason against it."""
     stacks = _process_stacks
-    if controller.tier == Tier.THREAD:
+    if controller.tier == "thread":
         stacks = vars(_thread).setdefault("stacks", {})
     stack = stacks.setdefault(controller, [])
     _restore_unused(stack)  # layers of blocks that another thread left
@@ -145,7 +145,7 @@ def release(hold: Hold) -> list[str]:
         for name, layer in hold.layers.items():
             for other in layer.stack:  # after an exception in `_join` the hold may be in two
                 other.holds.discard(hold)
-            if layer.controller.tier == Tier.THREAD and hold.thread != get_ident():
+            if layer.controller.tier == "thread" and hold.thread != get_ident():
                 remarks.append(
                     f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value "
                     "there until the next block begins there"

@@ -16,7 +16,6 @@ from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.commands.check import conditions, describe
 from lowprec.planning import Capabilities
-from lowprec.policy.controllers import SwitchRow
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.inspection")
@@ -217,10 +216,12 @@ def test_an_nvidia_driver_that_is_of_no_use(monkeypatch, tmp_path):
 
 def test_the_command_shows_switches_and_a_device_of_which_little_is_known(monkeypatch, capsys):
     rows = (
-        SwitchRow("torch", "get_float32_matmul_precision()", "medium", "process"),
-        SwitchRow("cupy", None, None, "process", "OSError: no driver"),
+        ("torch", "get_float32_matmul_precision()", "medium", "process", None),
+        ("cupy", None, None, "process", "OSError: no driver"),
     )
-    monkeypatch.setattr(module, "switch_rows", lambda: rows)
+    keys = ("library", "switch", "value", "tier", "problem")
+    shown = [dict(zip(keys, row, strict=True)) for row in rows]
+    monkeypatch.setattr(module, "switch_rows", lambda: shown)
     facts = info()
     facts["devices"].append({"device": "ext_dev:0", "name": "a stranger", "memory_bytes": 3 << 30})
     monkeypatch.setattr(command, "info", lambda: facts)

@@ -4,13 +4,12 @@ import threading
 from collections.abc import Callable
 
 from lowprec.modes import MathMode
-from lowprec.policy.protocol import Tier
 
 
 class Library:
     """It counts what is asked of it, and sets its switches one after the other."""
 
-    def __init__(self, name, tier=Tier.PROCESS):
+    def __init__(self, name, tier="process"):
         self.name = name
         self.module = f"made_up_{name}"
         self.tier = tier
@@ -25,7 +24,7 @@ class Library:
 
     @property
     def values(self):
-        if self.tier is Tier.PROCESS:
+        if self.tier == "process":
             return self._process
         if not hasattr(self._threads, "values"):
             self._threads.values = dict(self._process)
@@ -75,7 +74,7 @@ class WithDefault(Library):
     """One whose switches belong to the thread, with a default for all threads."""
 
     def __init__(self, name):
-        super().__init__(name, Tier.THREAD)
+        super().__init__(name, "thread")
 
     def set_default(self, mode):
         self._call("set_mode")

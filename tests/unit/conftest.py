@@ -6,7 +6,6 @@ from types import ModuleType
 import pytest
 
 from lowprec.policy import controllers, entries, environment, set_math_mode
-from lowprec.policy.protocol import Tier
 from support import benchmark_modules
 from support.synthetic_library import Library
 
@@ -34,7 +33,7 @@ class Register:
         self._monkeypatch = monkeypatch
         self.made: list[Library] = []
 
-    def __call__(self, name="one", *, tier=Tier.PROCESS, loaded=True, made=None):
+    def __call__(self, name="one", *, tier="process", loaded=True, made=None):
         library = made or Library(name, tier)
         controllers.register_controller(library)
         if loaded:
@@ -54,7 +53,7 @@ def register(monkeypatch):
     assert entries.blocks() == before
 
 
-@pytest.fixture(params=list(Tier), ids=str)
+@pytest.fixture(params=["thread", "process"])
 def library(request, register):
     """One with switches of the process, or of the thread."""
     return register(tier=request.param)

@@ -15,7 +15,6 @@ from lowprec.errors import LowprecWarning, SettingError, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import fp32_guard, get_math_mode, math_mode
-from lowprec.policy.protocol import Tier
 from support.programs import in_threads
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
@@ -160,7 +159,7 @@ def test_a_warning_made_an_error_leaves_nothing_behind(register):
 
 
 def test_a_thread_switch_is_each_thread_s_own(register):
-    library = register(tier=Tier.THREAD)
+    library = register(tier="thread")
     with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
         assert pool.submit(lambda: library.is_as_before).result()
         assert pool.submit(guard.wrap(lambda: library.is_full)).result()
@@ -171,7 +170,7 @@ def test_a_thread_switch_is_each_thread_s_own(register):
 
 
 def test_a_generator_that_another_thread_closes(register):
-    process, thread = register("process"), register("thread", tier=Tier.THREAD)
+    process, thread = register("process"), register("thread", tier="thread")
 
     def steps():
         with fp32_guard():
@@ -238,7 +237,7 @@ def test_a_child_that_is_forked_while_another_thread_changes_switches(register):
 
 
 def test_sixteen_threads_overlap_at_random(register):
-    process, thread = register("process"), register("thread", tier=Tier.THREAD)
+    process, thread = register("process"), register("thread", tier="thread")
     guard = fp32_guard()
 
     def run(seed):
@@ -378,10 +377,10 @@ def test_cupy_without_a_driver(cupy):
 
 
 def test_every_switch_is_shown_and_none_that_cannot_be_read(register):
-    one, bad = register("one"), register("bad", tier=Tier.THREAD)
+    one, bad = register("one"), register("bad", tier="thread")
     register("absent", loaded=False)
     bad.fails["save"] = OSError("no driver")
-    rows = [(r.library, r.switch, r.value, r.tier, r.problem) for r in registry.switch_rows()]
+    rows = [tuple(row.values()) for row in registry.switch_rows()]
     assert rows == [
         ("one", "products", "low", "process", None),
         ("one", "convolutions", "lower", "process", None),

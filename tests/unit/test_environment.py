@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("clean_policy")
 
 
 def row_of(name):
-    return next(r for r in environment.rows() if r.name == name)
+    return next(r for r in environment.rows() if r["name"] == name)
 
 
 @pytest.mark.parametrize("name", READ_ONCE)
@@ -26,8 +26,8 @@ def test_blank_is_unset(name, blank, monkeypatch):
     taken = environment.snapshot()
     assert (taken.math_mode, taken.force_math_mode) == (None, None)
     assert (taken.fp32_guard, taken.tf32_off) == (False, False)
-    assert all(r.value is None for r in environment.rows())
-    assert row_of("LOWPREC_MATH_MODE").effect == "fp32"
+    assert all(r["value"] is None for r in environment.rows())
+    assert row_of("LOWPREC_MATH_MODE")["effect"] == "fp32"
     assert environment.problems() == ()
 
 
@@ -55,7 +55,7 @@ def test_legal_values(name, text, field, value, effect, monkeypatch):
     environment.rows()  # takes no snapshot
     monkeypatch.setenv(name, text)
     assert getattr(environment.snapshot(), field) is value
-    assert row_of(name).effect == effect
+    assert row_of(name)["effect"] == effect
     remarked = [
         "NVIDIA reserves every value but 0" in problem for problem in environment.problems()
     ]
@@ -70,8 +70,8 @@ def test_a_bad_mode_is_an_error_and_a_row_and_is_not_kept(name, monkeypatch):
     ) as caught:
         environment.snapshot()
     assert all(mode.value in str(caught.value) for mode in available_modes())
-    assert (row_of(name).value, row_of(name).effect) == ("fp23", "refused")
-    assert environment.problems() == (row_of(name).problem,) == (str(caught.value),)
+    assert (row_of(name)["value"], row_of(name)["effect"]) == ("fp23", "refused")
+    assert environment.problems() == (row_of(name)["problem"],) == (str(caught.value),)
     monkeypatch.setenv(name, "fp16")
     assert environment.snapshot().texts[name] == "fp16"
 
@@ -90,7 +90,9 @@ def test_the_first_value_holds(name, monkeypatch):
     assert environment.snapshot() is first
     (problem,) = environment.problems()
     assert f"{name} was unset when lowprec read it" in problem
-    assert row_of(name).effect == next(v.default for v in environment.VARIABLES if v.name == name)
+    assert row_of(name)["effect"] == next(
+        v.default for v in environment.VARIABLES if v.name == name
+    )
     environment.refresh()
     assert environment.problems() == ()
     assert environment.snapshot() is not first
@@ -145,9 +147,9 @@ def test_the_environment_of_a_child(mode, options, variables, monkeypatch):
 )
 def test_other_variables_are_read_at_every_use(name, default, monkeypatch):
     environment.snapshot()
-    assert row_of(name).effect == default
+    assert row_of(name)["effect"] == default
     monkeypatch.setenv(name, "4,2")
-    assert row_of(name).effect == "4,2"
+    assert row_of(name)["effect"] == "4,2"
     assert environment.problems() == ()
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from lowprec.modes import MathMode
 from lowprec.policy import environment, fp32_guard, get_math_mode, math_mode, switches
-from lowprec.policy.protocol import Tier
 from support import interrupts, synthetic_library
 from support.interrupts import Late
 
@@ -16,7 +15,7 @@ FILES = (__file__, synthetic_library.__file__)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Late])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_exception_arrives_and_the_next_block_is_right(register, error, fails):
-    libraries = [register("process"), register("thread", tier=Tier.THREAD)]
+    libraries = [register("process"), register("thread", tier="thread")]
     environment.snapshot()
 
     def nested():

@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from lowprec.policy import environment, fp32_guard, math_mode, process
-from lowprec.policy.protocol import Tier
 from support.synthetic_library import Library, WithDefault
 
 pytestmark = pytest.mark.usefixtures("clean_policy")
@@ -31,7 +30,7 @@ def test_reasons_for_which_it_is_not_set(library, register):
     assert process.set_library("one", "bf16") == "one has no switch for bf16"
     library.fails["set_mode"] = RuntimeError("no driver")
     assert process.set_library("one", "tf32") == "RuntimeError: no driver"
-    register("two", tier=Tier.THREAD)
+    register("two", tier="thread")
     assert process.set_library("two", "tf32") == "two's switches belong to the thread"
     assert all(made.is_as_before for made in register.made)
 

@@ -85,7 +85,7 @@ def _warnings(rows: list[KernelRow]) -> Iterator[str]:
     core_type = _numpys_core_type()
     if core_type in _BELOW_AVX512 and cpuinfo.cpu_flags() >= _AVX512:
         cure = "set OPENBLAS_CORETYPE=SkylakeX before Python starts"
-        held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
+        held = next(x["value"] for x in environment.rows() if x["name"] == "OPENBLAS_CORETYPE")
         if held:
             cure = f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to SkylakeX, before Python starts"
         yield (

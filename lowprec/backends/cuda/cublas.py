@@ -17,7 +17,6 @@ from lowprec.backends.cuda.handles import HandlePool
 from lowprec.errors import DeviceError
 from lowprec.modes import MathMode
 from lowprec.policy import register_controller
-from lowprec.policy.protocol import Tier
 from lowprec.util.lock import lock
 
 #: ``cublasMath_t`` by math mode.
@@ -91,7 +90,7 @@ class CublasController:
 
     name = "cublas"
     module = "lowprec.backends.cuda.cublas"
-    tier = Tier.PROCESS
+    tier = "process"
     switches: Mapping[str, str] = MappingProxyType(
         {
             "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"

@@ -9,7 +9,6 @@ from typing import Any
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy.frameworks.switch_functions import attribute
-from lowprec.policy.protocol import Tier
 
 _SWITCH = "default_matmul_precision"
 
@@ -23,7 +22,7 @@ class JaxController:
 
     name = "jax"
     module = "jax"
-    tier = Tier.THREAD
+    tier = "thread"
     switches: Mapping[str, str] = {
         _SWITCH: "products and convolutions that are traced in this thread"
     }

@@ -10,7 +10,6 @@ from typing import Any
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.protocol import Tier
 
 
 def attribute(path: str, library: str) -> Any:
@@ -35,7 +34,7 @@ class SwitchController:
     functions: Mapping[str, tuple[str, str, str]]
     values: Mapping[MathMode, Any]  # value of every switch in each mode
     arguments: tuple[str, ...] = ()  # first arguments of every getter and setter
-    tier = Tier.PROCESS
+    tier = "process"
 
     @property
     def module(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.protocol import Tier, raised_in
+from lowprec.policy.protocol import raised_in
 
 T = TypeVar("T")
 Pair = tuple[str, str]
@@ -102,7 +102,7 @@ class TorchController:
 
     name = "torch"
     module = "torch"
-    tier = Tier.PROCESS
+    tier = "process"
     modes = tuple(_WORDS)
     switches: Mapping[str, str] = {
         _OLD: "products, all devices",
