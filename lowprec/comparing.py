@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.core.interception import Alone, Interception
-from lowprec.core.interception_report import InterceptedProduct
 from lowprec.core.printed import compare_lines
 from lowprec.core.recording import ANY_PASS, NO_LAYER, Kind, Recorder, Run, distance, norm
 from lowprec.core.rules import RulesLike, shown
@@ -92,7 +90,7 @@ def compare(
             parts[layer or NO_LAYER] = ((_change(found, expected) or 0.0) / change) ** 2
         for layer in _of_calls(run, reference):
             single = intercept(scope.rules, attention=attention)
-            single.alone = Alone(layer, reference)
+            single.alone = (layer, reference)
             _, found = _recorded(function, single, None)
             parts[layer] = ((_change(found, expected) or 0.0) / change) ** 2
     notes = [] if change is not None else ["The results of the two runs have other shapes."]
@@ -129,9 +127,11 @@ def _recorded(
     scope.recorder = recorder
     with _same_random_numbers(), scope:
         numbers = list(_numbers(function()))
-        scope.settle()
-    others = [p for part in scope.parts for p in part.unobserved()]
-    return (recorder.run(others) if recorder else Run()), numbers
+    if recorder is None:
+        return Run(), numbers
+    for part in scope.parts:
+        part.complete_records()
+    return recorder.run(), numbers
 
 
 def _same_random_numbers() -> AbstractContextManager[Any]:
@@ -170,21 +170,13 @@ def _change(found: list[Any], expected: list[Any]) -> float | None:
 # -- programs -------------------------------------------------------------------------------------
 
 
-class ProcessRecord:
-    """The record of a process that ``lowprec run --against`` starts; ``reference`` is empty in the reference."""
+def recorder_against(reference: str) -> Recorder:
+    """Return the recorder of a process of ``lowprec run --against``; ``reference`` is empty in the reference."""
+    return Recorder(parse_mode(reference) if reference else None)
 
-    def __init__(self, path: str, reference: str) -> None:
-        self.recorder = Recorder(parse_mode(reference) if reference else None)
-        self._path = path
-        self._others: list[InterceptedProduct] = []
 
-    def add(self, library: Interception) -> None:
-        """Record the products of a library, once the program has ended."""
-        library.settle()
-        self._others += library.unobserved()
-
-    def write(self) -> None:
-        write_file(self._path, pickle.dumps(self.recorder.run(self._others)))
+def write_record(path: str, recorder: Recorder) -> None:
+    write_file(path, pickle.dumps(recorder.run()))
 
 
 def read_record(path: str) -> Run | None:
@@ -205,6 +197,6 @@ def compare_programs(
 ) -> RunComparison:
     """Return the report of two runs of a program, of their products and printed lines, the reference's last."""
     run, reference = (each or Run() for each in runs)
-    printed = compare_lines(found, expected)
-    notes = list(filter(None, [printed.parting]))
-    return compared(mode, against, run, reference, printed.change, notes=notes, lines=printed.lines)
+    lines, change, parting = compare_lines(found, expected)
+    notes = list(filter(None, [parting]))
+    return compared(mode, against, run, reference, change, notes=notes, lines=lines)

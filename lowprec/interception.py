@@ -113,7 +113,8 @@ class intercept(Interception):
     def _rules_of(self, name: str) -> Rules:
         """Return the rules, for PyTorch those of the reference if a layer of another library is alone."""
         if name == "torch" and self.alone is not None:
-            return ((ALL, self.alone.reference),)
+            _, reference = self.alone
+            return ((ALL, reference),)
         return self.rules
 
     @staticmethod

@@ -124,7 +124,7 @@ class intercept(Interception):
         return [self._scope(self._described())]
 
     def _described(self) -> blas.Blas:
-        reference = self.alone and policy.resolve(self.alone.reference).mode
+        reference = self.alone and policy.resolve(self.alone[1]).mode
         return blas.described(self._rule, self.cast, reference)
 
     def _scope(self, rules: blas.Blas) -> blas.Scope:
@@ -134,8 +134,8 @@ class intercept(Interception):
             records=self.recorder is not None, compares=reference is not None
         )
         if self.alone is not None:
-            reference = self.alone.reference
-            observation.alone = self.alone.layer.encode()
+            layer, reference = self.alone
+            observation.alone = layer.encode()
         if observation.records or observation.alone:
             resolved = reference and policy.resolve(reference).mode
             observation.reference = blas.number_of(rules, resolved)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, Statistics
 from lowprec.core.ledger import Ledger
@@ -22,13 +22,6 @@ from lowprec.modes import Mode
 from lowprec.policy.decorators import ContextScope
 from lowprec.policy.entries import Entry, innermost
 from lowprec.util.lock import lock
-
-
-class Alone(NamedTuple):
-    """The only layer, by its name in a comparison, that is not computed in the reference mode."""
-
-    layer: str
-    reference: Mode
 
 
 class Interception(ContextScope):
@@ -46,7 +39,8 @@ class Interception(ContextScope):
         self.statistics = statistics
         self.ledger = Ledger()
         self.recorder: Recorder | None = None  # of a comparison of two runs
-        self.alone: Alone | None = None
+        #: The only layer, by its name in a comparison, that is not computed in the reference mode; and that mode.
+        self.alone: tuple[str, Mode] | None = None
         self._modes: dict[tuple[Layer, str], Mode | None] = {}
         super().__init__(self._depth)
 
@@ -121,6 +115,12 @@ class Interception(ContextScope):
     def unobserved(self) -> list[InterceptedProduct]:
         """Return the products that were counted, and not recorded."""
         return []
+
+    def complete_records(self) -> None:
+        """Add to the recorder the products that are still being recorded, and those that are not recorded."""
+        self.settle()
+        if self.recorder is not None:
+            self.recorder.others += self.unobserved()
 
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""

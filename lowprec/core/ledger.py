@@ -68,25 +68,29 @@ class _Sum:
             self.shapes = other.shapes
 
 
-class _Shapes(dict[Shapes, _Sum]):
-    """The sums of one row by shape; of many shapes, one sum with the shape of the largest product."""
+#: The sums of one row by shape; of many shapes, one sum with the shape of the largest product.
+_Sums = dict[Shapes, _Sum]
 
-    def sum_of(self, shapes: Shapes) -> _Sum:
-        found = self.get(shapes)
-        if found is not None:
-            return found
-        if len(self) < _MOST_SHAPES and () not in self:
-            return self.setdefault(shapes, _Sum(shapes))
-        parts = list(self.values())
-        self.clear()
-        total = self.setdefault((), _Sum())
-        for each in parts:
-            total.add(each)
-        return total
 
-    def add(self, other: _Shapes) -> None:
-        for shapes, each in other.items():
-            self.sum_of(shapes).add(each)
+def _sum_of(sums: _Sums, shapes: Shapes) -> _Sum:
+    found = sums.get(shapes)
+    if found is not None:
+        return found
+    if len(sums) < _MOST_SHAPES and () not in sums:
+        return sums.setdefault(shapes, _Sum(shapes))
+    parts = list(sums.values())
+    sums.clear()
+    total = sums.setdefault((), _Sum())
+    for each in parts:
+        total.add(each)
+    return total
+
+
+def _add_rows(rows: dict[LedgerRow, _Sums], others: Iterable[tuple[LedgerRow, _Sums]]) -> None:
+    for row, sums in others:
+        of_row = rows.setdefault(row, {})
+        for shapes, each in sums.items():
+            _sum_of(of_row, shapes).add(each)
 
 
 class Ledger:
@@ -94,7 +98,7 @@ class Ledger:
 
     def __init__(self) -> None:
         # By thread, so that no lock is needed.
-        self._sums: dict[tuple[int, LedgerRow], _Shapes] = {}
+        self._sums: dict[tuple[int, LedgerRow], _Sums] = {}
         self.folder: Path | None = None  # of the sums of other processes
         self.notes: dict[str, None] = {}
         self.collect: Callable[[], None] = lambda: None  # adds sums that C counted
@@ -112,9 +116,9 @@ class Ledger:
         if row_sums is None:
             if len(self._sums) >= _MOST_ROWS:
                 key = get_ident(), row._replace(layer=_FURTHER if row.layer else "", detail="")
-            row_sums = self._sums.setdefault(key, _Shapes())
+            row_sums = self._sums.setdefault(key, {})
         of_operands = shapes()
-        found = row_sums.sum_of(of_operands)
+        found = _sum_of(row_sums, of_operands)
         found.count += 1
         found.multiplications += multiplications
         if multiplications > found.largest:
@@ -132,11 +136,11 @@ class Ledger:
         added.multiplications = multiplications
         added.largest = largest
         added.shapes = shapes
-        self._sums.setdefault((get_ident(), row), _Shapes()).sum_of(shapes).add(added)
+        _sum_of(self._sums.setdefault((get_ident(), row), {}), shapes).add(added)
 
     def mention(self, row: LedgerRow) -> None:
         """Add a row without counts."""
-        self._sums.setdefault((0, row), _Shapes()).sum_of(())
+        _sum_of(self._sums.setdefault((0, row), {}), ())
 
     def share(self, folder: Path) -> None:
         """Write the sums of this process and those that it forks to a folder."""
@@ -166,10 +170,9 @@ class Ledger:
             path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
             path.with_suffix(".new").rename(path.with_suffix(".sums"))
 
-    def _summed(self) -> dict[LedgerRow, _Shapes]:
-        found: dict[LedgerRow, _Shapes] = {}
-        for (_, row), each in self._sums.copy().items():
-            found.setdefault(row, _Shapes()).add(each)
+    def _summed(self) -> dict[LedgerRow, _Sums]:
+        found: dict[LedgerRow, _Sums] = {}
+        _add_rows(found, ((row, sums) for (_, row), sums in self._sums.copy().items()))
         return found
 
     def report(self, title: str, remarks: Iterable[str], statistics: bool) -> InterceptionReport:
@@ -179,8 +182,7 @@ class Ledger:
         if self.folder is not None:
             paths = sorted(self.folder.glob("*.sums"))
         for path in paths:
-            for row, each in pickle.loads(path.read_bytes()).items():
-                sums.setdefault(row, _Shapes()).add(each)
+            _add_rows(sums, pickle.loads(path.read_bytes()).items())
         products = [
             InterceptedProduct(
                 row.layer, row.operator, tuple(map(tuple, s.shapes)), row.dtype, row.backward, row.mode, s.count,

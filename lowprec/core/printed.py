@@ -24,16 +24,13 @@ class PrintedLine(NamedTuple):
     expected: str
 
 
-class Printed(NamedTuple):
-    """The printed lines of two runs."""
+def compare_lines(
+    found: Sequence[str], expected: Sequence[str]
+) -> tuple[tuple[PrintedLine, ...], float | None, str]:
+    """Return the lines with numbers that differ, up to the first line with other words, and the description of that.
 
-    lines: tuple[PrintedLine, ...]  # the largest change first
-    change: float | None  # the largest one; None if no numbers were printed
-    parting: str  # the first line whose words differ
-
-
-def compare_lines(found: Sequence[str], expected: Sequence[str]) -> Printed:
-    """Return the lines with numbers that differ, up to the first line with other words."""
+    The largest change is first, and is also returned alone; None if no numbers were printed.
+    """
     lines = []
     has_numbers = False
     parting = ""
@@ -51,7 +48,7 @@ def compare_lines(found: Sequence[str], expected: Sequence[str]) -> Printed:
         parting = f"The runs printed {len(found)} and {len(expected)} lines."
     lines.sort(key=lambda line: -line.change)
     change = max((line.change for line in lines), default=0.0) if has_numbers else None
-    return Printed(tuple(lines), change, parting)
+    return tuple(lines), change, parting
 
 
 def _change(pairs: Sequence[tuple[float, float]]) -> float:

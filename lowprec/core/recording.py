@@ -94,6 +94,7 @@ class Recorder:
         self._order = array("i")
         self._count = 0
         self._fault = (-1, "")
+        self.others: list[InterceptedProduct] = []  # that are not observed
 
     def add(
         self, kind: Kind, shape: Shape, numbers: int, again: int | None, count: int, is_wide: bool,
@@ -153,14 +154,15 @@ class Recorder:
             found[key] = found.get(key, Statistics()).largest(Statistics(x.a, x.b, error))
         return found
 
-    def run(self, others: Sequence[InterceptedProduct] = ()) -> Run:
+    def run(self) -> Run:
         """Return the products so far."""
         for kind, site in self._sites.items():
             for sums in site.take():
                 found = self._statistics.pop((kind, sums.begin), (NO_STATISTICS,) * 2)
                 self.add_sums(kind, sums, 0, found)
         order = np.array(self._order)
-        return Run(tuple(self._observed), tuple(others), tuple(self._steps), order, *self._fault)
+        others = tuple(self.others)
+        return Run(tuple(self._observed), others, tuple(self._steps), order, *self._fault)
 
 
 def fault_text(

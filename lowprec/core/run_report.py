@@ -190,22 +190,23 @@ class RunComparison(Report):
         return figure
 
 
+#: Records of the products of a row, each with that of the reference if these are the same products.
+_Pairs = list[tuple[Observed, "Observed | None"]]
+
+
 def compared(
     mode: str, against: str, run: Run, reference: Run, change: float | None = None,
     blame: Mapping[str, float] | None = None, notes: Iterable[str] = (), lines: tuple[PrintedLine, ...] = (),
 ) -> RunComparison:  # fmt: skip
     """Return the report of a run and of that in the reference; ``blame`` is by layer."""
     total = _total(run) or 1
-    rows: dict[tuple[str, str, str], _Errors] = {}
+    rows: dict[tuple[str, str, str], _Pairs] = {}
     end, parting = _parting(run, reference)
     again = {(x.kind[:3], x.sums[2:4]): x for x in reference.observed}
     for x in run.observed:
-        row = rows.setdefault((x.kind.name, x.kind.phase, x.kind.mode), _Errors())
-        row.add(x)
-        same = again.get((x.kind[:3], x.sums[2:4]))
-        if same is not None and x.sums.end <= end:
-            row.add_drift(x, same)
-    layers = [each.row(*key, total, blame or {}) for key, each in rows.items()]
+        same = again.get((x.kind[:3], x.sums[2:4])) if x.sums.end <= end else None
+        rows.setdefault((x.kind.name, x.kind.phase, x.kind.mode), []).append((x, same))
+    layers = [_observed(*key, pairs, total, blame or {}) for key, pairs in rows.items()]
     layers += [_unobserved(x, total) for x in run.others]
     if blame:
         layers.sort(key=lambda x: (-_size(x.blame), x.layer, -_size(x.own_error)))
@@ -221,50 +222,34 @@ def compared(
     )
 
 
-class _Errors:
-    """The sums of one row."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.multiplications = 0
-        self.is_measured = False
-        self.error = self.reference = 0.0  # squared norms, as those of drift
-        self.difference = self.compared = 0.0
-        self.underflow = self.clipped = 0.0
-
-    def add(self, x: Observed) -> None:
-        self.count += x.sums.calls
-        self.multiplications += x.sums.multiplications
-        self.underflow = max(self.underflow, x.a.underflow, x.b.underflow)
-        self.clipped = max(self.clipped, x.a.clipped, x.b.clipped)
-        if x.error is not None:
-            self.is_measured = True
-            self.error += x.error**2
-            self.reference += x.sums.reference
-
-    @np.errstate(all="ignore")
-    def add_drift(self, x: Observed, reference: Observed) -> None:
-        self.difference += float(np.square(x.sums.sketch - reference.sums.sketch).sum())
-        self.compared += reference.sums.square
-
-    def row(
-        self, name: str, phase: str, mode: str, total: int, blame: Mapping[str, float]
-    ) -> LayerError:
-        own = _ratio(self.error, self.reference) if self.is_measured else None
-        drift = _ratio(self.difference, self.compared) if self.compared else None
-        share = self.multiplications / total
-        return LayerError(
-            name,
-            phase,
-            mode,
-            self.count,
-            share,
-            own,
-            drift,
-            self.underflow,
-            self.clipped,
-            blame.get(name),
-        )
+@np.errstate(all="ignore")
+def _observed(
+    name: str, phase: str, mode: str, pairs: _Pairs, total: int, blame: Mapping[str, float]
+) -> LayerError:
+    records = [x for x, _ in pairs]
+    own = None
+    errors = [(x.error, x.sums.reference) for x in records if x.error is not None]
+    if errors:
+        own = _ratio(sum(error**2 for error, _ in errors), sum(square for _, square in errors))
+    drift = None
+    sums = [(x.sums, same.sums) for x, same in pairs if same is not None]
+    compared = sum(same.square for _, same in sums)
+    if compared:
+        changes = [float(np.square(x.sketch - same.sketch).sum()) for x, same in sums]
+        drift = _ratio(sum(changes), compared)
+    operands = [operand for x in records for operand in (x.a, x.b)]
+    return LayerError(
+        name,
+        phase,
+        mode,
+        calls=sum(x.sums.calls for x in records),
+        share=sum(x.sums.multiplications for x in records) / total,
+        own_error=own,
+        drift=drift,
+        underflow=max(operand.underflow for operand in operands),
+        clipped=max(operand.clipped for operand in operands),
+        blame=blame.get(name),
+    )
 
 
 def _parting(run: Run, reference: Run) -> tuple[float, str]:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from lowprec.core.interception import Alone
 from lowprec.core.interception_report import NO_STATISTICS
 from lowprec.core.operand_statistics import SAMPLE, operand_statistics
 from lowprec.core.recording import ANY_PASS, Kind, Recorder, Site, observe, xla_handler
@@ -38,7 +37,9 @@ _NUMBERS = ("float32", "float64", "complex64", "complex128")
 class Observer:
     """The products of compiled functions, which JAX keeps with it; these run in any order and thread."""
 
-    def __init__(self, records: bool, reference: Mode | None, alone: Alone | None = None) -> None:
+    def __init__(
+        self, records: bool, reference: Mode | None, alone: tuple[str, Mode] | None
+    ) -> None:
         self.records = records
         self.reference = reference
         self._alone = alone
@@ -48,9 +49,10 @@ class Observer:
 
     def rules_of(self, layer: str, rules: Rules) -> Rules:
         """Return the rules of a product, those of the reference if another one is alone in its mode."""
-        if self._alone is None or self._alone.layer == layer:
+        if self._alone is None:
             return rules
-        return ((ALL, self._alone.reference),)
+        only, reference = self._alone
+        return rules if layer == only else ((ALL, reference),)
 
     def settle(self, recorder: Recorder) -> None:
         """Wait for all products, and record them by layer."""

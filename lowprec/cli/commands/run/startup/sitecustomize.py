@@ -30,7 +30,7 @@ class _Watcher:
         self.profiles = profiles
         self.profile = None  # type: Any
         self.record_path = ""  # of this process, if its run is compared with another one
-        self.record = None  # type: Any
+        self.recorder = None  # type: Any
         self.reaches = False  # whether a library's switches or products have been set
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
         if intercepts:
@@ -114,12 +114,12 @@ class _Watcher:
 
     def record_products(self, seen: "Any") -> None:
         """Record a library's products for the comparison with another run."""
-        from lowprec.comparing import ProcessRecord
+        from lowprec.comparing import recorder_against
 
-        if self.record is None:
-            self.record = ProcessRecord(self.record_path, os.environ.get("LOWPREC_RUN_AGAINST", ""))
-        seen.recorder = self.record.recorder
-        seen.apply_to_process(None, True, lambda report: self.record.add(seen))
+        if self.recorder is None:
+            self.recorder = recorder_against(os.environ.get("LOWPREC_RUN_AGAINST", ""))
+        seen.recorder = self.recorder
+        seen.apply_to_process(None, True, lambda report: seen.complete_records())
 
     def show(self, report: "Any") -> None:
         """Show a report; NumPy's only if it has products, because most programs import NumPy."""
@@ -143,8 +143,10 @@ class _Watcher:
             _print(self.profile.text(_columns()))
         if program != str(os.getpid()):
             return
-        if self.record is not None:
-            self.record.write()
+        if self.recorder is not None:
+            from lowprec.comparing import write_record
+
+            write_record(self.record_path, self.recorder)
         if self.record_path:
             return
         products = getattr(sys.modules.get("lowprec.core.executors"), "_executors", None)
