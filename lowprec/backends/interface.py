@@ -41,37 +41,12 @@ class Arguments(NamedTuple):
 Executor: TypeAlias = Callable[[Arguments], None]
 
 
-class ExecutionInfo(NamedTuple):
-    """Units and algorithm of an executed product, as reported by its backend."""
-
-    #: Whether tensor units multiplied (on a CPU tile units, or vector units for bfloat16 and int8); None if unknown.
-    units: bool | None
-    algorithm: str | None = None  # the library's description
-
-
 class AlgorithmTiming(NamedTuple):
     """A measured algorithm of a library."""
 
     rank: int  # rank in the library's own order, from 0
     median_ms: float  # of one product
     algorithm: str  # the library's description
-
-
-class Stopwatch(Protocol):
-    """Measures one product that is still running when its executor returns."""
-
-    @property
-    def stream(self) -> int:
-        """Stream of the product."""
-
-    def stop(self) -> None:
-        """Record the end of the product, without waiting for it."""
-
-    def abandon(self) -> None:
-        """Discard the measurement of a failed product."""
-
-    def elapsed_ms(self) -> float | None:
-        """Wait for the product and return its time, None if there is none; may be called by several threads."""
 
 
 class Backend(Protocol):
@@ -116,8 +91,16 @@ class Backend(Protocol):
     ) -> tuple[AlgorithmTiming, ...]:
         """Measure the library's algorithms for a product, and use the fastest, which is returned first."""
 
-    def stopwatch(self, arguments: Arguments) -> Stopwatch | None:
-        """Start the measurement of a product; None if products are finished when executors return."""
+    def stopwatch(self, arguments: Arguments) -> Any:
+        """Start the measurement of a product; None if products are finished when executors return.
 
-    def execution_info(self, plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-        """Return units and algorithm of this thread's last product, executed by ``execute`` of ``plan``."""
+        The result has the ``stream`` of the product, ``stop()``, ``abandon()`` for a failed product, and
+        ``elapsed_ms()``, which waits for the product and returns its time, None if there is none.
+        """
+
+    def execution_info(self, plan: GemmPlan, execute: Executor) -> tuple[bool | None, str | None]:
+        """Return units and algorithm of this thread's last product, executed by ``execute`` of ``plan``.
+
+        The first is whether tensor units multiplied (on a CPU tile units, or vector units for bfloat16 and int8), None
+        if unknown; the second is the library's description of its algorithm, if any.
+        """

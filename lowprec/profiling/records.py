@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowprec.arrays import ArrayView
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.kernels import Summation, format_name
 from lowprec.planning.tensor_cores import first_capability, tensor_cores_multiply
-
-if TYPE_CHECKING:
-    from lowprec.backends import ExecutionInfo, Stopwatch
 
 _EMPTY = "the product is empty"
 
@@ -131,17 +128,17 @@ class Measurement:
         self._copies = tuple(copies)
         self._thread = threading.current_thread().name
         self._start_ns = self._end_ns = time.perf_counter_ns()
-        self._stopwatch: Stopwatch | None = None
+        self._stopwatch: Any = None
         self._stream: int | None = None
         self._elapsed_ms: float | None = None
         self._error: str | None = None
-        #: The backend's report of a product that succeeded.
-        self.ran: ExecutionInfo | None = None
+        #: Units and algorithm of a product that succeeded, as reported by its backend.
+        self.ran: tuple[bool | None, str | None] = (None, None)
 
-    def start(self, stopwatch: Stopwatch | None) -> None:
+    def start(self, stopwatch: Any) -> None:
         """Mark the beginning; without a stopwatch, the time is that of the host's clock."""
+        self._stopwatch = stopwatch
         if stopwatch is not None:
-            self._stopwatch = stopwatch
             self._stream = stopwatch.stream
         self._start_ns = time.perf_counter_ns()
 
@@ -177,9 +174,9 @@ class Measurement:
     def record(self, label: str, origin_ns: int) -> ProductRecord:
         """Return the record in a profile that began at ``origin_ns``."""
         plan = self._plan
-        ran = self.ran
+        units, algorithm = self.ran
         number_format = multiplied_format(plan)
-        eligible, used, reason = units_of(plan, ran and ran.units)
+        eligible, used, reason = units_of(plan, units)
         elapsed_ms = self._read_ms()
         tflops = peak_share = None
         if elapsed_ms:
@@ -197,7 +194,7 @@ class Measurement:
             mode_has_effect=plan.mode_has_effect,
             number_format=number_format,
             kernel=plan.kernel,
-            algorithm=ran and ran.algorithm,
+            algorithm=algorithm,
             device=str(self._device),
             stream=self._stream,
             flops=plan.flops,

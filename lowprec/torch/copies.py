@@ -18,7 +18,6 @@ _MOST_NODES = 64
 _MOST_FRAMES = 24
 #: From the kernel of an operator to `calling_module` and `call_site`.
 _OWN_FRAMES = 6
-_MOST_SITES = 4096
 
 # Kinds of nodes: leaves, products with vectors, whose results scale weights, functions of data, and matrix products.
 _LEAF, _VECTORS, _DATA, _PRODUCT, _OTHER = range(5)
@@ -48,9 +47,11 @@ def parameters_behind(x: Tensor, is_known: Callable[[Tensor], bool]) -> list[Ten
     node = x.grad_fn
     if node is None or _kind(type(node).__name__) == _DATA:
         return []
-    walk = _Walk(is_known)
-    leaves = _leaves(node, walk)
-    if not leaves or (walk.multiplies and x.ndim > 2):  # stacks of activations, of learned queries
+    kinds: list[int] = []
+    leaves = _leaves(node, is_known, kinds)
+    if not leaves or (
+        _PRODUCT in kinds and x.ndim > 2
+    ):  # stacks of activations, of learned queries
         return []
     count = x.numel()
     whole = [p for p in leaves if p.numel() == count]
@@ -62,45 +63,33 @@ def parameters_behind(x: Tensor, is_known: Callable[[Tensor], bool]) -> list[Ten
     return matrices if is_complete else []
 
 
-class _Walk:
-    """The number of nodes so far, and whether one is a product."""
+def _leaves(node: Any, is_known: Callable[[Tensor], bool], kinds: list[int]) -> list[Tensor] | None:
+    """Return the leaves behind a node of the graph; None if one of its operands is data.
 
-    nodes = 0
-    multiplies = False
-
-    def __init__(self, is_known: Callable[[Tensor], bool]) -> None:
-        self.is_known = is_known
-
-
-def _leaves(node: Any, walk: _Walk) -> list[Tensor] | None:
-    """Return the leaves behind a node of the graph; None if one of its operands is data."""
-    walk.nodes += 1
-    if walk.nodes > _MOST_NODES:
-        return None
+    ``kinds`` are those of the nodes so far.
+    """
     kind = _kind(type(node).__name__)
+    kinds.append(kind)
+    if len(kinds) > _MOST_NODES:
+        return None
     if kind == _LEAF:
         return [node.variable]
     if kind == _VECTORS:
         return []
     if kind == _DATA:
         return None
-    is_product = kind == _PRODUCT
-    walk.multiplies |= is_product
     found: list[Tensor] = []
     for place, (following, _) in enumerate(node.next_functions):
-        leaves = [] if following is None else _leaves(following, walk)
+        leaves = [] if following is None else _leaves(following, is_known, kinds)
         if leaves is None:
             return None
-        if is_product and not leaves and not (following is None and _is_known(node, place, walk)):
-            return None
+        if kind == _PRODUCT and not leaves:
+            # autograd keeps a factor without gradients for the gradient of the other one
+            factor = getattr(node, ("_saved_self", "_saved_mat2")[place], None)
+            if following is not None or factor is None or not is_known(factor):
+                return None
         found += leaves
     return found
-
-
-def _is_known(product: Any, place: int, walk: _Walk) -> bool:
-    """Whether a factor without gradients, which autograd keeps for the gradient of the other one, is known."""
-    factor = getattr(product, ("_saved_self", "_saved_mat2")[place], None)
-    return factor is not None and walk.is_known(factor)
 
 
 @lru_cache(512)
@@ -134,21 +123,6 @@ def call_site(a: Tensor, b: Tensor) -> tuple[Any, Any]:
     frame = sys._getframe(_OWN_FRAMES - 1)
     code = frame.f_code
     return (id(code), frame.f_lasti, a.shape, b.shape), code
-
-
-class ActivationSites:
-    """Instructions that multiplied two activations."""
-
-    def __init__(self) -> None:
-        self._codes: dict[Any, Any] = {}  # keeps them, so that their ids are theirs
-
-    def __contains__(self, site: tuple[Any, Any]) -> bool:
-        key, code = site
-        return self._codes.get(key) is code
-
-    def add(self, site: tuple[Any, Any]) -> None:
-        if len(self._codes) < _MOST_SITES:
-            self._codes[site[0]] = site[1]
 
 
 def holds(module: torch.nn.Module, x: Tensor) -> bool:

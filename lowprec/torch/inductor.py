@@ -60,17 +60,23 @@ def inductor_options(math_mode: RulesLike) -> dict[str, Any]:
     """
     rules = parse_rules(math_mode)
     return {
-        "pre_grad_custom_pass": _PlainAttention(rules),
-        "joint_custom_pre_pass": _Products(rules),
+        "pre_grad_custom_pass": _Pass(_in_products, rules),
+        "joint_custom_pre_pass": _Pass(_by_lowprec, rules),
     }
 
 
 class _Pass(CustomGraphPass):
-    def __init__(self, rules: Rules) -> None:
+    """A function that changes a graph, with the key of Inductor's cache."""
+
+    def __init__(self, change: Callable[[torch.fx.Graph, Rules], None], rules: Rules) -> None:
+        self._change = change
         self._rules = rules
 
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self._change(graph, self._rules)
+
     def uuid(self) -> Any:
-        return "lowprec", __version__, type(self).__name__, self._rules
+        return "lowprec", __version__, self._change.__name__, self._rules
 
 
 def _in_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,53 +97,55 @@ _ATTENTION = {
 }
 
 
-class _PlainAttention(_Pass):
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target in _ATTENTION:
-                node.target = _ATTENTION[node.target]
+def _in_products(graph: torch.fx.Graph, _: Rules) -> None:
+    """Replace attention by its plain form."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _ATTENTION:
+            node.target = _ATTENTION[node.target]
 
 
 #: Composites of which a graph shows the call alone.
 _FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
-class _Products(_Pass):
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        passed = set()
-        for node in list(graph.nodes):
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-                continue
-            name = node.target._opname
-            reason = reason_of(name)
-            if name in _FAST_PATHS:
-                reason = PassedBy.ATTENTION
-            if reason is not None:
-                passed.add(f"{name} ({reason})")
-            elif node.target in _REPLACED:
-                self._replace(graph, node, name)
-        graph.lint()
-        if passed:
-            warn(
-                f"lowprec.torch.inductor_options({shown(self._rules)}) leaves products to PyTorch: "
-                f"{', '.join(sorted(passed))}; to compile encoder layers product by product, call "
-                "torch.backends.mha.set_fastpath_enabled(False) before the first call"
-            )
-
-    def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> None:
-        terms = PRODUCTS[name].terms(*node.args, **node.kwargs)
-        value = node.meta.get("val")
-        layer = _layer_of(node)
-        if not layer and isinstance(value, torch.Tensor) and value.shape[-2:].numel() == 1:
-            name = "dot"
-        mode = first_match(self._rules, layer, name)
-        acts = (
-            mode is not None
-            and isinstance(value, torch.Tensor)
-            and value.dtype in ACTED_ON[row(mode).mode]
+def _by_lowprec(graph: torch.fx.Graph, rules: Rules) -> None:
+    """Replace products by lowprec's operator."""
+    passed = set()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target._opname
+        reason = reason_of(name)
+        if name in _FAST_PATHS:
+            reason = PassedBy.ATTENTION
+        if reason is not None:
+            passed.add(f"{name} ({reason})")
+        elif node.target in _REPLACED:
+            _replace(graph, node, name, rules)
+    graph.lint()
+    if passed:
+        warn(
+            f"lowprec.torch.inductor_options({shown(rules)}) leaves products to PyTorch: "
+            f"{', '.join(sorted(passed))}; to compile encoder layers product by product, call "
+            "torch.backends.mha.set_fastpath_enabled(False) before the first call"
         )
-        if acts and isinstance(terms.alpha, int | float) and isinstance(terms.beta, int | float):
-            _insert(graph, node, terms, str(mode))
+
+
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node, name: str, rules: Rules) -> None:
+    """Replace a product if its mode acts on it."""
+    terms = PRODUCTS[name].terms(*node.args, **node.kwargs)
+    value = node.meta.get("val")
+    layer = _layer_of(node)
+    if not layer and isinstance(value, torch.Tensor) and value.shape[-2:].numel() == 1:
+        name = "dot"
+    mode = first_match(rules, layer, name)
+    acts = (
+        mode is not None
+        and isinstance(value, torch.Tensor)
+        and value.dtype in ACTED_ON[row(mode).mode]
+    )
+    if acts and isinstance(terms.alpha, int | float) and isinstance(terms.beta, int | float):
+        _insert(graph, node, terms, str(mode))
 
 
 def _insert(graph: torch.fx.Graph, node: torch.fx.Node, terms: Terms, mode: str) -> None:

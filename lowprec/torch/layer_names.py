@@ -22,13 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowprec.core.rules import Layer
 from lowprec.recipes import Pass
-from lowprec.torch.copies import (
-    ActivationSites,
-    call_site,
-    calling_module,
-    holds,
-    parameters_behind,
-)
+from lowprec.torch.copies import call_site, calling_module, holds, parameters_behind
 
 
 class Part(NamedTuple):
@@ -59,6 +53,7 @@ _ACTIVATION = "_lowprec_activation"
 
 _MOST_LAYERS = 16  # of one activation
 _MOST_VIEWS = 4
+_MOST_SITES = 4096
 #: Names by which compiled, parallel and other wrappers hold a model.
 _WRAPPERS = ("", "_orig_mod", "module")
 #: The part of a module's name that belongs to a parametrized one.
@@ -73,7 +68,8 @@ class LayerNames:
         self._gradient: StorageWeakRef | None = None
         self._layers = WeakIdKeyDictionary()  # by parameter; empty for those without a module
         self._modules: dict[int, _Module] = {}  # by id
-        self._sites = ActivationSites()
+        #: By instruction that multiplied two activations: its code, which keeps its id.
+        self._sites: dict[Any, Any] = {}
         self._is_current = False
         self._is_watching = False
 
@@ -130,8 +126,8 @@ class LayerNames:
         if backward:
             return (), 0
         # The names of copies are for the report alone, unless modes differ by layer.
-        site = None if is_needed else call_site(a, b)
-        if site is not None and site in self._sites:
+        site, code = (None, None) if is_needed else call_site(a, b)
+        if code is not None and self._sites.get(site) is code:
             return (), 0
         for place, x in ((1, b), (0, a)):
             layer = self._of_copy(x)
@@ -140,8 +136,8 @@ class LayerNames:
             if layer:
                 _record(x, layer)
                 return layer, place
-        if site is not None:
-            self._sites.add(site)
+        if code is not None and len(self._sites) < _MOST_SITES:
+            self._sites[site] = code
         return (), 0
 
     def _of_copy(self, x: Tensor) -> Layer:

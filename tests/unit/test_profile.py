@@ -12,7 +12,6 @@ import pytest
 import lowprec
 from lowprec import policy
 from lowprec.arrays import library_of
-from lowprec.backends import ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.core import executors
 from lowprec.core.arguments import PLAIN, parse_dtype
@@ -313,9 +312,7 @@ def watches(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(cpu, "stopwatch", start)
-    monkeypatch.setattr(
-        cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13")
-    )
+    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: (None, "algorithm 13"))
     return made
 
 
@@ -413,7 +410,7 @@ def test_a_long_table_fits_the_width(monkeypatch):
     words = (
         "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
     )
-    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
+    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: (True, words))
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
     assert max(map(len, str(prof).splitlines())) <= 120

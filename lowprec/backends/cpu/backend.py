@@ -18,7 +18,7 @@ from lowprec.backends.cpu import (
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
 from lowprec.backends.cpu.kernel_codes import reordered as reordered
-from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor
+from lowprec.backends.interface import AlgorithmTiming, Arguments, Executor
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
 
@@ -59,9 +59,9 @@ def stopwatch(arguments: Arguments) -> None:
     """Return None: products are finished when executors return."""
 
 
-def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
+def execution_info(plan: GemmPlan, execute: Executor) -> tuple[bool, None]:
     # Kernels that store rounded operands as float32 use FP32 units.
-    return ExecutionInfo(plan.flops > 0 and plan.kernel_row.holds_in is None)
+    return plan.flops > 0 and plan.kernel_row.holds_in is None, None
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:

@@ -14,13 +14,7 @@ from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.steps import Addresses, queue_all
-from lowprec.backends.interface import (
-    AlgorithmTiming,
-    Arguments,
-    ExecutionInfo,
-    Executor,
-    Stopwatch,
-)
+from lowprec.backends.interface import AlgorithmTiming, Arguments, Executor
 from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
@@ -108,17 +102,17 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     return tuple(rows)
 
 
-def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
+def execution_info(plan: GemmPlan, execute: Executor) -> tuple[bool | None, str | None]:
     if not isinstance(execute, GemmExecutor):
-        return ExecutionInfo(None)
+        return None, None
     last = getattr(execute.last, "invocation", None)
     if last is None:
-        return ExecutionInfo(None)
+        return None, None
     words = filter(None, (last.info.text, execute.fallback))
-    return ExecutionInfo(last.info.uses_tensor_cores, "; ".join(words))
+    return last.info.uses_tensor_cores, "; ".join(words)
 
 
-def stopwatch(arguments: Arguments) -> Stopwatch:
+def stopwatch(arguments: Arguments) -> autotune.EventStopwatch:
     with runtime.on_device(arguments.a.device.index):
         return autotune.EventStopwatch(arguments.a.device.index, arguments.stream)
 
