@@ -94,6 +94,9 @@ ATTENTIONS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 
+#: The operator of LSTM layers on the CPU, which is replaced above autograd, and below it for inference mode.
+LSTM = "aten::mkldnn_rnn_layer"
+
 #: Name prefixes of operators that multiply internally and are left to PyTorch, in the namespaces below.
 _OTHERS: dict[PassedBy, str] = {
     PassedBy.ATTENTION: (
@@ -191,6 +194,8 @@ def _kernels() -> Iterator[Kernel]:
             for key in _STORAGES:
                 if has(operator, key):
                     yield Kernel(operator, key, name, passed_by=PassedBy.STORAGE)
+    if has(LSTM, "CPU"):
+        yield Kernel(LSTM, "AutogradCPU", "mkldnn_rnn_layer")
     for operator in sorted(torch._C._dispatch_get_all_op_names()):
         space, _, rest = operator.partition("::")
         if space not in _NAMESPACES:

@@ -36,6 +36,7 @@ from lowprec.torch.aten import (
     ATTENTIONS,
     CASTS,
     CONVOLUTIONS,
+    LSTM,
     AtenProduct,
     Kernel,
     Terms,
@@ -47,6 +48,7 @@ from lowprec.torch.attention_kernels import attention_kernel
 from lowprec.torch.convolution_kernels import convolution_kernel
 from lowprec.torch.layer_names import NAMES
 from lowprec.torch.passes import mode_of_product, routine_of
+from lowprec.torch.recurrent_layers import lstm_kernel
 from lowprec.torch.registration import Function, count_idle_call, register, share_contexts, untraced
 from lowprec.torch.statistics import measure
 
@@ -62,7 +64,7 @@ class intercept(Interception):
     The operators are ``mm``, ``bmm``, ``dot``, ``vdot``, ``addmm``, ``baddbmm``, ``addmv``, on the CPU
     ``convolution`` and ``attention`` in one kernel, and all that are made of them: ``matmul``, ``linear``, ``einsum``,
     layers, compiled graphs. PyTorch computes products of element types on which no mode acts, and those inside other
-    fused kernels (recurrent layers; attention and convolutions on GPUs); :meth:`report` names them.
+    fused kernels (recurrent layers, attention and convolutions on GPUs); :meth:`report` names them.
 
     The block applies to this thread and task, and to backward passes that start inside it. A later backward pass is
     PyTorch's own. Products that checkpointing recomputes, and those of ``torch.func.grad`` and ``create_graph=True``,
@@ -171,6 +173,8 @@ def _replacement(kernel: Kernel, own: Function) -> Function:
         act = convolution_kernel(kernel, own)
     elif kernel.operator in ATTENTIONS and kernel.key == "CPU":
         act = attention_kernel(kernel, own)
+    elif kernel.operator == LSTM:
+        act = lstm_kernel(kernel, own, _watched)
     elif kernel.product is None:
         act = _watched(kernel, own)
     else:

@@ -172,11 +172,6 @@ PASSED = {
         "mm",
         "another thread or task, outside the block",
     ),
-    "lstm": (
-        lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)),
-        "mkldnn_rnn_layer",
-        "recurrent layers in one kernel",
-    ),
 }
 
 
@@ -197,7 +192,7 @@ def test_multiplications_of_fused_kernels(torch, intercept):
     """Attention has two products of heads, five backward; an LSTM one per gate and weight, and two backward."""
     q, k = (draw(torch, 2, heads, rows, 8).requires_grad_() for heads, rows in ((6, 5), (3, 7)))
     lstm, x = torch.nn.LSTM(3, 4), draw(torch, 5, 2, 3)
-    with intercept("fp32") as seen:
+    with intercept({"attention": "fp32"}) as seen:
         torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).sum().backward()
         lstm(x)[0].sum().backward()
     found = {
