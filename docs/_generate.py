@@ -35,7 +35,7 @@ from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS, kernels_of
 from lowprec.formats import BLOCK_FORMATS, GROUPS, WHOLE, BlockFormat
-from lowprec.planning import Activation, Capabilities
+from lowprec.planning import ACTIVATIONS, Capabilities
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.lowering.scale_modes import fp4_units_multiply, scale_modes
@@ -370,7 +370,7 @@ def literal_types() -> str:
             *map(str, modes.MathMode),
             *(presets.get(alias, alias) for alias in modes.ALIASES),
         ],
-        "ActivationName": map(str, Activation),
+        "ActivationName": ACTIVATIONS,
         "ArchitectureName": map(str, Architecture),
     }
     lines = []

@@ -28,7 +28,8 @@ from lowprec.errors import (
     quoted,
 )
 from lowprec.formats import Blocks, DType, dtype_from_name
-from lowprec.planning import Activation, GemmProblem, OperandSpec
+from lowprec.modes import ActivationName
+from lowprec.planning import GemmProblem, OperandSpec
 from lowprec.util.strides import Shape
 
 
@@ -185,7 +186,7 @@ class Options(NamedTuple):
     bias: ArrayView | None = None
     alpha: complex = 1.0
     beta: complex = 0.0
-    activation: Activation | None = None
+    activation: ActivationName | None = None
     out_dtype: DType | None = None
     scale_a: ArrayView | float | None = None
     scale_b: ArrayView | float | None = None

@@ -17,8 +17,7 @@ from lowprec.formats import DType
 from lowprec.jax.current_mode import check_key
 from lowprec.jax.primitive import dot_general
 from lowprec.jax.steps import current_step
-from lowprec.modes import Mode, ResolvedMode
-from lowprec.planning import Activation
+from lowprec.modes import ActivationName, Mode, ResolvedMode
 
 
 def product(
@@ -108,7 +107,7 @@ def _product(a: Any, b: Any, step: Any, how: dict[str, str]) -> Any:
 
 
 def _with_epilogue(
-    out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None
+    out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: ActivationName | None
 ) -> Any:
     if not isinstance(alpha, jax.Array) and alpha == 0:
         # as in BLAS: with alpha = 0 the product is ignored, also Inf and NaN
@@ -125,10 +124,10 @@ def _with_epilogue(
                 out, limits.min - jnp.minimum(bias, 0), limits.max - jnp.maximum(bias, 0)
             )
         out = out + bias
-    if activation is Activation.GELU:
+    if activation == "gelu":
         return jax.nn.gelu(out, approximate=True)
     if activation is not None:
-        return getattr(jax.nn, activation.value)(out)
+        return getattr(jax.nn, activation)(out)
     return out
 
 

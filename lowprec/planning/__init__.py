@@ -1,6 +1,6 @@
 """From shapes, strides, element types and a mode to a printable plan, without reading an array or a device."""
 
-from lowprec.planning.activations import ACTIVATIONS, Activation, parse_activation
+from lowprec.planning.activations import ACTIVATIONS, parse_activation
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, KernelRow, Summation
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout

@@ -1,26 +1,17 @@
-"""Activation functions of the epilogue.
+"""Activation functions of the epilogue; ``gelu`` is the tanh form.
 
 PyTorch and JAX apply and differentiate their own functions of the same names. Those of the CPU's kernels are in
-``native/epilogue.hpp``, in the order of the members.
+``native/epilogue.hpp``, in the order of the table.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from enum import unique
 from typing import Any, NamedTuple
 
 from lowprec.errors import SettingError, quoted
-from lowprec.util.plain import StrEnum
-
-
-@unique
-class Activation(StrEnum):
-    """Activation functions of the epilogue; ``gelu`` is the tanh form."""
-
-    RELU = "relu"
-    GELU = "gelu"
+from lowprec.modes import ActivationName
 
 
 class ActivationRow(NamedTuple):
@@ -46,9 +37,9 @@ def _gelu(x: Any, np: Any) -> Any:
     return wide / (1 + np.exp(_GELU_SCALE * wide * (1 + 0.044715 * wide * wide)))
 
 
-ACTIVATIONS: Mapping[Activation, ActivationRow] = {
-    Activation.RELU: ActivationRow(lambda x, np: np.maximum(x, 0), "x < 0 ? 0 : x", "RELU"),
-    Activation.GELU: ActivationRow(
+ACTIVATIONS: Mapping[ActivationName, ActivationRow] = {
+    "relu": ActivationRow(lambda x, np: np.maximum(x, 0), "x < 0 ? 0 : x", "RELU"),
+    "gelu": ActivationRow(
         _gelu,
         "gated(x, hyperbolic_tangent((x * x * (T)0.044715 + (T)1) * x * (T)0.7978845608028654))",
         "GELU",
@@ -56,14 +47,9 @@ ACTIVATIONS: Mapping[Activation, ActivationRow] = {
 }
 
 
-def parse_activation(name: str | Activation | None) -> Activation | None:
-    """Return the activation of this name, None for None; raise SettingError for an unknown name."""
-    if name is None:
-        return None
-    try:
-        return Activation(name)
-    except ValueError:
-        legal = ", ".join([*Activation, "None"])
-        raise SettingError(
-            f"activation {quoted(name)} is not supported; choose one of: {legal}"
-        ) from None
+def parse_activation(name: ActivationName | None) -> ActivationName | None:
+    """Return the name of an activation, or None; raise SettingError for an unknown one."""
+    if name not in (None, *ACTIVATIONS):
+        legal = ", ".join([*ACTIVATIONS, "None"])
+        raise SettingError(f"activation {quoted(name)} is not supported; choose one of: {legal}")
+    return name

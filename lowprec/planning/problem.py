@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
-from lowprec.planning.activations import Activation
+from lowprec.modes import ActivationName
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multiply
@@ -29,7 +29,7 @@ class GemmProblem:
     bias: OperandSpec | None = None  # shape (n,)
     has_alpha: bool = False  # alpha is not 1
     has_beta: bool = False  # beta is not 0
-    activation: Activation | None = None
+    activation: ActivationName | None = None
     k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
     ignores_product: bool = False  # alpha is 0: the operands are not read
     # sums are multiplied by a float32 scale of each row and column, those of int8 included
@@ -118,7 +118,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
         refused = {
             "alpha": problem.has_alpha,
             "beta and c": problem.has_beta or problem.c is not None,
-            f"activation {problem.activation}": problem.activation not in (None, Activation.RELU),
+            f"activation {problem.activation}": problem.activation not in (None, "relu"),
         }
         for name, present in refused.items():
             if present:

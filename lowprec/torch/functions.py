@@ -22,7 +22,7 @@ from lowprec.core.executors import CachedExecutor, look_up
 from lowprec.core.tolerance import mode_of
 from lowprec.errors import ArrayError, DeviceError, LowprecError
 from lowprec.modes import MathMode, Mode, ModeSource, Recipe, ResolvedMode, parse_mode
-from lowprec.planning import Activation, GemmPlan
+from lowprec.planning import ACTIVATIONS, GemmPlan
 from lowprec.rounding_rules import Format
 from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import ACCUMULATOR, CURRENT, OPERATOR, OperatorOptions
@@ -30,8 +30,8 @@ from lowprec.torch.recording import recorded_product
 from lowprec.util.untraced import call_untraced
 
 _ACTIVATIONS = {
-    **{name.value: getattr(torch.nn.functional, name.value) for name in Activation},
-    Activation.GELU.value: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    **{name: getattr(torch.nn.functional, name) for name in ACTIVATIONS},
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 
 

@@ -11,7 +11,7 @@ from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_r
 from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.backends.cuda.steps import Addresses, queue_all
 from lowprec.formats import DType
-from lowprec.planning import Activation, MatrixStack, OperandSpec
+from lowprec.planning import ACTIVATIONS, MatrixStack, OperandSpec
 from lowprec.planning.cublaslt.calls import PACKED, Packing
 from lowprec.recipes import FORMATS, Rule
 from support.recording_compiler import recording
@@ -167,19 +167,19 @@ def _epilogues():
         yield _epilogue(product, product, addend)
         yield _epilogue(product, product, addend, addend)
         yield _epilogue(product, product, None, addend)
-    for activation in Activation:
+    for activation in ACTIVATIONS:
         yield _epilogue(D.FLOAT64, D.FLOAT64, activation=activation)
         for out in REAL:
             yield _epilogue(D.FLOAT32, out, None, out, activation)
             yield _epilogue(D.FLOAT32, out, None, out, activation, True)
     for bias in (D.INT8, D.INT32):
         yield _epilogue(D.INT32, D.INT32, None, bias)
-        yield _epilogue(D.INT32, D.INT32, None, bias, Activation.RELU)
+        yield _epilogue(D.INT32, D.INT32, None, bias, "relu")
     for product in (D.FLOAT32, D.COMPLEX64):
         yield _epilogue(product, product, product, product, None, True)
     for product in (D.FLOAT32, D.INT32):
         for out in REAL:
-            yield _epilogue(product, out, None, out, Activation.RELU, factors=(2, 1))
+            yield _epilogue(product, out, None, out, "relu", factors=(2, 1))
         yield _epilogue(product, D.FLOAT32, D.FLOAT32, factors=(0, 2))
 
 

@@ -10,14 +10,7 @@ from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.errors import DTypeError, SettingError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes, row
-from lowprec.planning import (
-    Activation,
-    Capabilities,
-    GemmProblem,
-    OperandSpec,
-    parse_activation,
-    plan_gemm,
-)
+from lowprec.planning import Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
 from support import machines
 from support.machines import AMX, AVX2, AVX512, BARE, ROWS
@@ -211,8 +204,8 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
         (problem(I8, bias=array(F32, 512)), DTypeError, "it may be int8, int32"),
         (problem(I8, has_alpha=True), UnsupportedError, "alpha cannot be used with int8 operands"),
         (problem(I8, c=array(I32, 512)), UnsupportedError, "beta and c cannot be used with int8 operands"),
-        (problem(I8, activation=Activation.GELU), UnsupportedError, "activation gelu cannot be used with int8"),
-        (problem(C64, activation=Activation.RELU), UnsupportedError, "relu is not defined for complex64"),
+        (problem(I8, activation="gelu"), UnsupportedError, "activation gelu cannot be used with int8"),
+        (problem(C64, activation="relu"), UnsupportedError, "relu is not defined for complex64"),
         (GemmProblem(array(I8, 1, MAX_K_INT8 + 1), array(I8, MAX_K_INT8 + 1, 1)), UnsupportedError,
          "k = 131072: sums of more than 131071 products may overflow int32"),
         (GemmProblem(array(F32, 2, 3), array(F32, 4, 5)), ShapeError, "size 4 is different from 3"),
@@ -312,7 +305,7 @@ def test_flops_bytes_and_intensity():
 
 
 def test_to_dict_is_ready_for_json():
-    made = plan(problem(F32, bias=array(F32, 512), activation=Activation.GELU), MathMode.TF32, AMX)
+    made = plan(problem(F32, bias=array(F32, 512), activation="gelu"), MathMode.TF32, AMX)
     plain = json.loads(json.dumps(made.to_dict(), allow_nan=False))
     assert plain["mode"] == "tf32"
     assert plain["problem"]["a"] == {
@@ -334,7 +327,7 @@ def test_an_infinite_bound_is_null_in_json():
 def test_a_plan_prints_as_a_table(monkeypatch):
     a = array(F32, 8, 512, 1001)
     b = OperandSpec(F32, (1001, 256), (1, 1001))
-    p = GemmProblem(a, b, bias=array(F32, 256), activation=Activation.RELU)
+    p = GemmProblem(a, b, bias=array(F32, 256), activation="relu")
     resolved = ResolvedMode(
         MathMode.TF32,
         ModeSource.CONTEXT,

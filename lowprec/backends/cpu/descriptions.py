@@ -13,7 +13,7 @@ from lowprec.backends.cpu import library, quantizing
 from lowprec.backends.cpu.library import Matrix, Product, Scheme
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, BlockFormat
 from lowprec.modes import row
-from lowprec.planning import Activation, GemmPlan, GemmProblem, MatrixStack
+from lowprec.planning import ACTIVATIONS, GemmPlan, GemmProblem, MatrixStack
 from lowprec.planning.layout import GemmLayout, addend_layout, stacked_layout
 from lowprec.recipes import Rule
 from lowprec.util.strides import coalesce
@@ -21,7 +21,7 @@ from lowprec.util.strides import coalesce
 #: ``lp_format``.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 #: ``lp_activation``, which has the order of the members; 0 is none.
-_ACTIVATIONS = [None, *Activation]
+_ACTIVATIONS = [None, *ACTIVATIONS]
 
 
 def describe(plan: GemmPlan, given: GemmProblem) -> tuple[Product, list[Any]]:

@@ -20,7 +20,8 @@ from lowprec.backends.cuda.steps import (
     launch_batches,
 )
 from lowprec.formats import DType
-from lowprec.planning import ACTIVATIONS, Activation, MatrixStack, OperandSpec
+from lowprec.modes import ActivationName
+from lowprec.planning import ACTIVATIONS, MatrixStack, OperandSpec
 from lowprec.planning.cublaslt.calls import STEP_BYTES
 from lowprec.util.strides import Dimension, coalesce, contiguous_strides
 
@@ -34,7 +35,7 @@ class Epilogue:
     out: MatrixStack  # with the product's extents
     c: MatrixStack | None = None  # with the shape of ``out``; zero strides broadcast
     bias: OperandSpec | None = None  # one addend per column
-    activation: Activation | None = None
+    activation: ActivationName | None = None
     #: Whether the product is divided by 2^e, with e the sum of an int32 exponent per row and one per column.
     scaled: bool = False
     #: Or multiplied by float32 factors of rows and columns: 0 for none, 1 if matrices share them, 2 if each has some.
