@@ -15,7 +15,6 @@ from typing import Any
 
 from lowprec._version import __version__
 from lowprec.arrays import CPU, Device
-from lowprec.arrays.libraries import OPTIONAL
 from lowprec.backends import backend_of, disk
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
@@ -29,7 +28,9 @@ from lowprec.util.tracing import uncompiled
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "arrays; float64 products on the CPU"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
-    *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
+    ("torch", ("torch",), "arrays"),
+    ("jax", ("jax",), "arrays"),
+    ("cupy", ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), "arrays"),
 )
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowprec.amp.rules import check_count, check_entries, check_number
 from lowprec.errors import SettingError, quoted
@@ -12,14 +12,8 @@ from lowprec.modes import Mode, ModeLike, parse_mode
 from lowprec.policy import math_mode
 from lowprec.util.plain import plain
 
-
-class _State(NamedTuple):
-    """The state of a schedule, replaced as a whole for the sake of interrupts."""
-
-    steps: int = 0
-    stage: int = 0
-    waited: int = 0
-    lowest: float = math.inf
+#: The state of a schedule, which is replaced as a whole for the sake of interrupts.
+_STATE = ("steps", "stage", "waited", "lowest")
 
 
 class PrecisionSchedule:
@@ -78,7 +72,7 @@ class PrecisionSchedule:
             self._patience = check_count("patience", patience, 1)
         check_number("threshold", threshold, lambda x: 0 <= x < 1, "a share from 0 to 1")
         self._threshold = threshold
-        self._state = _State()
+        self._state = (0, 0, 0, math.inf)
 
     def _steps(self, at: Sequence[int]) -> tuple[int, ...]:
         steps = tuple(check_count("a step of at", step, 0) for step in at)
@@ -91,14 +85,14 @@ class PrecisionSchedule:
         return steps
 
     def __repr__(self) -> str:
-        return (
-            f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
-        )
+        _, stage, *_ = self._state
+        return f"PrecisionSchedule({self.mode}, stage {stage + 1} of {len(self._modes)})"
 
     @property
     def mode(self) -> Mode:
         """The mode of the next step."""
-        return self._modes[self._state.stage]
+        _, stage, *_ = self._state
+        return self._modes[stage]
 
     def scope(self) -> math_mode:
         """Return ``math_mode(self.mode)``, for the products of one step."""
@@ -120,22 +114,22 @@ class PrecisionSchedule:
         steps, stage, waited, lowest = self._state
         steps += 1
         if self._at is not None:
-            self._state = _State(steps, sum(steps >= step for step in self._at))
+            self._state = (steps, sum(steps >= step for step in self._at), 0, math.inf)
             return
         if loss is None:
             raise SettingError("a schedule with patience= needs the loss: call update(loss)")
         value = _number("the loss", loss)
         is_first = math.isinf(lowest) and value < lowest
         if is_first or value < lowest - self._threshold * abs(lowest):
-            self._state = _State(steps, stage, 0, value)
+            self._state = (steps, stage, 0, value)
         elif waited + 1 >= self._patience and stage + 1 < len(self._modes):
-            self._state = _State(steps, stage + 1, 0, lowest)
+            self._state = (steps, stage + 1, 0, lowest)
         else:
-            self._state = _State(steps, stage, waited + 1, lowest)
+            self._state = (steps, stage, waited + 1, lowest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule as plain values."""
-        return dict(plain(self._state))
+        return dict(zip(_STATE, plain(self._state), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of another schedule of the same modes.
@@ -145,11 +139,9 @@ class PrecisionSchedule:
         SettingError
             An entry is missing or illegal, or the stage does not exist.
         """
-        check_entries(
-            "the state of a schedule", state, self.state_dict(), "save it with state_dict()"
-        )
-        counts = {name: check_count(name, state[name], 0) for name in ("steps", "stage", "waited")}
-        if counts["stage"] >= len(self._modes):
+        check_entries("the state of a schedule", state, _STATE, "save it with state_dict()")
+        steps, stage, waited = (check_count(name, state[name], 0) for name in _STATE[:3])
+        if stage >= len(self._modes):
             raise SettingError(
                 f"stage {quoted(state['stage'])} of a schedule of {len(self._modes)} modes; load it into one of the "
                 "same modes"
@@ -159,7 +151,7 @@ class PrecisionSchedule:
             lowest = _number("lowest", state["lowest"])
         if math.isnan(lowest):
             raise SettingError("lowest is NaN; load a state that state_dict() returned")
-        self._state = _State(**counts, lowest=lowest)
+        self._state = (steps, stage, waited, lowest)
 
 
 def _number(name: str, value: Any) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import ml_dtypes
@@ -25,22 +25,11 @@ from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
 from lowprec.util.lock import locked
 
-
-class OptionalLibrary(NamedTuple):
-    """An optional library: its array class, our adapter (``"module:class"``, imported lazily), its distributions."""
-
-    array_class: str
-    adapter: str
-    distributions: tuple[str, ...]
-
-
-_CUPY = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
-
-#: By module name.
+#: Array class and adapter of each optional library, by module name; adapters are imported lazily.
 OPTIONAL = {
-    "torch": OptionalLibrary("Tensor", "lowprec.arrays.torch_library:TorchLibrary", ("torch",)),
-    "jax": OptionalLibrary("Array", "lowprec.arrays.jax_library:JaxLibrary", ("jax",)),
-    "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
+    "torch": ("Tensor", "lowprec.arrays.torch_library:TorchLibrary"),
+    "jax": ("Array", "lowprec.arrays.jax_library:JaxLibrary"),
+    "cupy": ("ndarray", "lowprec.arrays.cupy_library:CupyLibrary"),
 }
 
 
@@ -100,7 +89,7 @@ def _find(array: Any) -> Library:
     if name is not None:
         library = _INSTANCES.get(name)
         if library is None:
-            adapter = locked(pkgutil.resolve_name, OPTIONAL[name].adapter)(sys.modules[name])
+            adapter = locked(pkgutil.resolve_name, OPTIONAL[name][1])(sys.modules[name])
             library = _INSTANCES.setdefault(name, adapter)  # another thread may have been first
         library.check_type(array)
         return library
@@ -179,8 +168,8 @@ def is_dask_array(array: Any) -> bool:
 
 
 def _optional_name(array: Any) -> str | None:
-    for name, row in OPTIONAL.items():
-        array_class = getattr(sys.modules.get(name), row.array_class, None)
+    for name, (class_name, _) in OPTIONAL.items():
+        array_class = getattr(sys.modules.get(name), class_name, None)
         if array_class is not None and isinstance(array, array_class):
             return name
     return None
