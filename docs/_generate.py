@@ -40,7 +40,7 @@ from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.lowering.scale_modes import fp4_units_multiply, scale_modes
 from lowprec.planning.plan import compute_words
-from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, accumulation
+from lowprec.planning.tensor_cores import BLOCK_KINDS, BLOCK_SCALES_SINCE, accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 from lowprec.recipes import FORMATS
@@ -175,24 +175,18 @@ def generation_table() -> str:
 
 def emulation_table() -> str:
     """Return how the tensor cores that can be emulated sum."""
-    names = {
-        "float16": "fp16",
-        "bfloat16": "bf16",
-        "tf32": "tf32",
-        "float8_e4m3fn": "E4M3",
-        "float8_e5m2": "E5M2",
-    }
+    names = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
     rows = [
         [
             architecture.label,
-            _code(names[fmt]),
+            _code(names.get(fmt, fmt)),
             str(model.group),
             str(model.fraction_bits),
             str(model.least_exponent),
             str(model.instruction_k),
         ]
         for architecture in Architecture
-        for fmt in formats_of(architecture)
+        for fmt in formats_of(architecture, *BLOCK_KINDS)
         if (model := accumulation(fmt, architecture.capability))
     ]
     header = ["tensor cores", "format", "group $g$", "fraction bits $F$", "least exponent"]

@@ -47,6 +47,17 @@ class Rule(NamedTuple):
         return _CODES.get((self.elements, self.block_scale, self.block), "")
 
     @property
+    def in_bytes(self) -> BlockFormat | None:
+        """The format of codes in bytes, with the scales of blocks; None without scales of 8 bits."""
+        if not self.block_scale or self.block_scale == "float32":
+            return None
+        scales = self.scales or formats.FLOAT8_E8M0FNU
+        elements = formats.number_format(self.elements)
+        return BlockFormat(
+            self.elements, elements, 8, self.block[1], scales, False, looked_up=self.elements
+        )
+
+    @property
     def has_kernels(self) -> bool:
         """Whether kernels have the elements and the scales."""
         return self.elements in formats.ELEMENTS and self.is_plain

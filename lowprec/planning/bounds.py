@@ -175,7 +175,10 @@ def _depths(
             and accumulator is FLOAT32
             and capability
         ):
-            return on_tensor_cores(components * length, fmt.name, capability)
+            name = fmt.name
+            if kernel.imitates:
+                (name,) = kernel.formats or (name,)
+            return on_tensor_cores(components * length, name, capability)
         return Depth(components * length)
 
     k = schedule[0].length

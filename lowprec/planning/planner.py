@@ -29,7 +29,13 @@ from lowprec.planning.layout import (
     stacked_layout,
 )
 from lowprec.planning.plan import Copy, GemmPlan, Quantized
-from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
+from lowprec.planning.problem import (
+    GemmProblem,
+    block_kind,
+    check_epilogue,
+    common_dtype,
+    result_dtype,
+)
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.rounded_operands import (
     in_codes,
@@ -42,7 +48,7 @@ from lowprec.planning.rounded_operands import (
 from lowprec.planning.schedule import PartProduct, make_schedule
 from lowprec.planning.split_bounds import chunk_for
 from lowprec.planning.stored import reads_codes_of_b
-from lowprec.planning.tensor_cores import accumulation
+from lowprec.planning.tensor_cores import BLOCK_KINDS, accumulation
 from lowprec.recipes import Recipe, Rule
 
 PLAN_CACHE_SIZE = 1024
@@ -82,7 +88,15 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
     acts = scheme.acts(compute_dtype)
     fmt = operand_format(mode, compute_dtype)
     rounded = _rounded(problem, fmt if acts else None)
-    operands = BLOCKS if _multiplies_integers(problem, capabilities) else format_name(fmt)
+    kind = block_kind(problem, capabilities)
+    group = BLOCK_KINDS[kind].group if kind else 1
+    if (problem.k_chunk or 0) % group:
+        raise UnsupportedError(
+            f"k_chunk is {problem.k_chunk}, but {kind} adds groups of {group} products; pass a multiple"
+        )
+    operands = kind or format_name(fmt)
+    if _multiplies_integers(problem, capabilities):
+        operands = BLOCKS
     is_chunked = (problem.k_chunk or layout.k) < layout.k
     emulation = scheme.emulation if acts else None
     kernel, passed_over = choose_kernel(
@@ -169,7 +183,10 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     a_rule, b_rule = rules = operand_rules(problem, mode)
     if a_rule is None and b_rule is None:
         return replace(_plan(checked, mode), mode_has_effect=False)
-    if not all(rule is None or rule.has_kernels for rule in rules):
+    scaled = _of_scaled_numbers(checked, mode)
+    codes = in_codes(scaled, rules, capabilities)
+    has_kind = codes is not None and block_kind(codes, capabilities) != ""
+    if not has_kind and not all(rule is None or rule.has_kernels for rule in rules):
         capabilities = _without_kernels(capabilities, mode)
     piece = piece_length(rules, layout.k, problem.k_chunk, mode)
     on_gpu = capabilities.compute_capability is not None
@@ -180,10 +197,8 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     else:
         dtypes = types_on_cpu(rules, capabilities)
     a, b = map(rounded_spec, (problem.a, problem.b), rules, dtypes)
-    scaled = _of_scaled_numbers(checked, mode)
     rounded = replace(scaled, a=a, b=b)
-    codes = in_codes(scaled, rules)
-    if codes is not None and _multiplies_integers(codes, capabilities):
+    if codes is not None and (has_kind or _multiplies_integers(codes, capabilities)):
         rounded = codes
         piece = 0
     inner = _piece_plan(rounded, capabilities, piece, layout.k)

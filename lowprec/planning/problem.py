@@ -6,15 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
-from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
+from lowprec.formats import (
+    FLOAT8_E4M3FN,
+    FLOAT8_E8M0FNU,
+    OPERAND_DTYPES,
+    Blocks,
+    DType,
+    number_format,
+    operand_names,
+    promote,
+)
 from lowprec.modes import ActivationName
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
-from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multiply
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, accumulation, tensor_cores_multiply
 
 #: Formats with blocks whose codes represent integers, E2M1 halves of integers.
 _INTEGERS = frozenset({"mxfp4", "nvfp4", "int8_blocks"})
 _INTEGERS_OF_B = _INTEGERS | {"int8", "int4"}
+
+#: Kinds of tensor cores' instructions; the elements, scales and length of the blocks that they multiply.
+_KINDS = (
+    ("mxf4nvf4", ("e2m1",), FLOAT8_E8M0FNU, 32),
+    ("mxf4nvf4", ("e2m1",), FLOAT8_E4M3FN, 16),
+    ("mxf8f6f4", ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1"), FLOAT8_E8M0FNU, 32),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +56,19 @@ class GemmProblem:
         return self.a.blocks is not None or self.b.blocks is not None
 
     @property
-    def in_integers(self) -> bool:
-        """Whether both operands are integers in blocks along k."""
+    def blocks_along_k(self) -> tuple[Blocks, ...]:
+        """The blocks of both operands, none if one has none along k."""
         a = self.a.blocks
         b = self.b.blocks
-        if a is None or b is None:
-            return False
-        along_k = a.axis == -1 and b.axis == -min(2, len(self.b.shape))
-        return along_k and a.format in _INTEGERS and b.format in _INTEGERS_OF_B
+        if a is None or b is None or (a.axis, b.axis) != (-1, -min(2, len(self.b.shape))):
+            return ()
+        return a, b
+
+    @property
+    def in_integers(self) -> bool:
+        """Whether both operands are integers in blocks along k."""
+        names = [blocks.format for blocks in self.blocks_along_k]
+        return bool(names) and names[0] in _INTEGERS and names[1] in _INTEGERS_OF_B
 
     @property
     def has_epilogue(self) -> bool:
@@ -55,6 +76,22 @@ class GemmProblem:
         return (
             self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
         )
+
+
+def block_kind(problem: GemmProblem, capabilities: Capabilities) -> str:
+    """Return the kind of the emulated tensor cores' instructions that multiply codes; empty if there is none."""
+    emulated = capabilities.kernels[0].imitates
+    if emulated is None:
+        return ""
+    blocks = problem.blocks_along_k
+    # Names of others are those of arrays with several further scales.
+    rows = [x.row for x in blocks if x.format == x.row.name]
+    given = {(row.elements, row.scales, row.block) for row in rows}
+    for kind, names, *blocks_of_kind in _KINDS:
+        known = {(number_format(name), *blocks_of_kind) for name in names}
+        if len(rows) == 2 and given <= known and accumulation(kind, emulated.cores):
+            return kind
+    return ""
 
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
@@ -69,10 +106,11 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         and problem.a.blocks
         and problem.b.blocks
         and emulated.capability >= BLOCK_SCALES_SINCE
+        and not block_kind(problem, capabilities)
     ):
         raise UnsupportedError(
-            f"block-scaled products of the tensor cores of {emulated.label} are not emulated; convert an operand to "
-            "bfloat16"
+            f"products of {problem.a.blocks.format} and {problem.b.blocks.format} on the tensor cores of "
+            f"{emulated.label} are not emulated; convert an operand to bfloat16"
         )
     if not all(d.is_float8 for d in dtypes):
         return promote(*dtypes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import NARROW, Blocks, DType
+from lowprec.formats import NARROW, BlockFormat, Blocks, DType
 from lowprec.modes import Mode, row, rules_of
 from lowprec.planning.bounds import MAX_K_INT8
 from lowprec.planning.kernels import Capabilities
@@ -123,24 +123,29 @@ def _distinct(spec: OperandSpec, rule: Rule) -> tuple[int, ...]:
     return (*(stride or 1 for stride in spec.strides[:-2]), *spec.strides[-2:])
 
 
-def in_codes(problem: GemmProblem, rules: Rules) -> GemmProblem | None:
-    """Return the product of the codes to which operands are rounded; None unless all are integers in blocks."""
-    a_rule, b_rule = rules
-    for rule in rules:
-        if rule is not None and not rule.codes:
+def in_codes(problem: GemmProblem, rules: Rules, capabilities: Capabilities) -> GemmProblem | None:
+    """Return the product of the codes to which operands are rounded; None unless all have 8-bit scales of blocks.
+
+    For a CPU's kernels both operands are integers in blocks; for emulated tensor cores codes are in bytes.
+    """
+    coded = []
+    axes = (-1, -min(2, len(problem.b.shape)))
+    for spec, axis, rule in zip((problem.a, problem.b), axes, rules, strict=True):
+        if rule is None:
+            coded.append(spec)
+            continue
+        row = next((row for row in NARROW if row.name == rule.codes), None)
+        if capabilities.kernels[0].imitates:
+            row = rule.in_bytes
+        if row is None:
             return None
-    a = problem.a
-    b = problem.b
-    if a_rule is not None:
-        a = _coded(a, -1, a_rule)
-    if b_rule is not None:
-        b = _coded(b, -min(2, len(b.shape)), b_rule)
+        coded.append(_coded(spec, axis, rule, row))
+    a, b = coded
     return replace(problem, a=a, b=b)
 
 
-def _coded(spec: OperandSpec, axis: int, rule: Rule) -> OperandSpec:
+def _coded(spec: OperandSpec, axis: int, rule: Rule, row: BlockFormat) -> OperandSpec:
     """Return the description of the codes to which an operand is rounded, contiguous along k."""
-    row = next(row for row in NARROW if row.name == rule.codes)
     shape = [*spec.shape]
     shape[axis] += -shape[axis] % row.block
     order = (0, 1)

@@ -8,7 +8,8 @@ as no part is shorter than a group.
 
 Source of the model, measured on V100, A100, H100, H200 and B200: F. A. Khattak and M. Mikaitis, "Accurate models of
 NVIDIA tensor cores", arXiv 2512.07004, section 4 and table 3. FP8, and an independent confirmation of groups and order:
-P. Xie and others, "MMA-Sim: bit-accurate reference model of tensor cores and matrix cores", arXiv 2511.10909. First
+P. Xie and others, "MMA-Sim: bit-accurate reference model of tensor cores and matrix cores", arXiv 2511.10909, which is
+also the source of the sums with scales of blocks. First
 capabilities and instructions: CUDA C++ Programming Guide, *Warp Matrix Functions*; PTX ISA, *mma*, *wgmma* and
 *tcgen05.mma*.
 """
@@ -55,6 +56,8 @@ class Accumulation(NamedTuple):
     adds_after: bool = False
     # products after which libraries add the sum to the result in FP32, unless accumulation is fast; 0: all of k
     library_chunk: int = 0
+    # products whose exact sum is a term, with the exponent of the scales alone
+    dot: int = 1
 
 
 #: The first compute capability of a model, and the model; None if sums are not in FP32.
@@ -77,6 +80,13 @@ _TF32: tuple[_Model, ...] = (
     ((8, 0), Accumulation(8, 4, 24, -132)),
 )
 
+#: Kinds of instructions that multiply scales of blocks in, by their names in PTX: for MXFP8 and MXFP6; for MXFP4 and
+#: NVFP4. Published models without recorded results of a library.
+BLOCK_KINDS = {
+    "mxf8f6f4": Accumulation(32, 32, 25, -126),
+    "mxf4nvf4": Accumulation(64, 64, 35, -126, dot=16),
+}
+
 #: Models by operand format, the newest compute capability first; the last is the first that supports the format.
 _MODELS: dict[str, tuple[_Model, ...]] = {
     "float16": _SIXTEEN_BITS,
@@ -86,6 +96,7 @@ _MODELS: dict[str, tuple[_Model, ...]] = {
     "float8_e5m2": _EIGHT_BITS,
     "float64": (((8, 0), None),),
     "int8": (((7, 2), None),),
+    **{kind: ((BLOCK_SCALES_SINCE, model),) for kind, model in BLOCK_KINDS.items()},
 }
 
 #: Compute capabilities with FP64 tensor cores, which only data-centre GPUs have.
@@ -115,7 +126,8 @@ def first_capability(fmt: str) -> Capability | None:
 def tensor_cores_multiply(fmt: str, capability: Cores | None) -> bool:
     """Whether tensor cores of a compute capability (None: no tensor cores) or a model support a format."""
     if isinstance(capability, TensorCore):
-        return all(model is not None for _, model in _MODELS.get(fmt, (((0, 0), None),)))
+        models = _MODELS.get(fmt, (((0, 0), None),))
+        return fmt not in BLOCK_KINDS and all(model is not None for _, model in models)
     if fmt == "float64":
         return capability in _FLOAT64_TENSOR_CORES
     first = first_capability(fmt)

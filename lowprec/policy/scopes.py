@@ -337,8 +337,10 @@ class emulate(PolicyScope):
 
     It affects products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 or complex64
     operands in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and their split schemes). Only the
-    summation changes, not the mode; :func:`lowprec.plan` shows it. Other products are unaffected: float32 in mode
-    ``fp32``, float64, int8, formats that the tensor cores do not support (bfloat16 on Volta), and arrays on a GPU.
+    summation changes, not the mode; :func:`lowprec.plan` shows it. Formats with scales of blocks (``mxfp8``,
+    ``nvfp4``) are multiplied with these on Blackwell, by a published model without recorded results of a library. Other
+    products are unaffected: float32 in mode ``fp32``, float64, int8, formats that the tensor cores do not support
+    (bfloat16 on Volta), and arrays on a GPU.
 
     Each element is one chain of instructions along the inner dimension. cuBLAS's tiles, order of instructions and
     split-K are not emulated.

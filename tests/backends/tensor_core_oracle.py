@@ -23,6 +23,38 @@ def dot(a, b, c, arithmetic, emins=None):
     return c
 
 
+def scaled_dot(a, b, of_a, of_b, kind, emins):
+    """Return the sum of products of numbers with scales of blocks; ``of_a`` and ``of_b`` are those of each number.
+
+    MXFP8: scales are powers of two. A product of MXFP4 or NVFP4 has an exponent of its scales alone, and 16 are added
+    exactly. ``emins`` are the least exponents of both formats, or of the scales of these.
+    """
+    c = 0.0
+    group, dot, bits = {"mxf8f6f4": (32, 1, 25), "mxf4nvf4": (64, 16, 35)}[kind]
+    for first in range(0, len(a), group):
+        terms = [(Fraction(c), _exponent(c, FLOAT32.emin) if c else FLOAT32.emin)]
+        for i in range(first, min(first + group, len(a)), dot):
+            s, t = of_a[i], of_b[i]
+            pairs = list(zip(a[i : i + dot], b[i : i + dot], strict=True))
+            exponent = _of_scale(s, emins[0]) + _of_scale(t, emins[1])
+            if dot == 1:
+                ((x, y),) = pairs
+                exponent = frexp(s)[1] + frexp(t)[1] - 2
+                exponent += _exponent(x, emins[0]) + _exponent(y, emins[1])
+            value = sum(Fraction(x) * Fraction(y) for x, y in pairs) * Fraction(s) * Fraction(t)
+            if value or dot > 1:
+                terms.append((value, exponent))
+        grid = Fraction(2) ** (max(exponent for _, exponent in terms) - bits)
+        c = _toward_zero(sum(_cut(value, grid) for value, _ in terms), FLOAT32)
+        if not isfinite(c):
+            return c
+    return c
+
+
+def _of_scale(x, emin):
+    return max(frexp(x)[1] - 1, emin) if x else FLOAT32.emin
+
+
 def _add_group(a, b, c, arithmetic, emins):
     # float64 holds all products; the sum of those that are not finite is what IEEE 754 says.
     special = [x for x in (*map(float.__mul__, a, b), c) if not isfinite(x)]

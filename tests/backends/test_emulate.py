@@ -144,7 +144,6 @@ def test_so_do_modes_that_round_to_float8(arch, operands):
         found = lowprec.matmul(a, b, math_mode="fp8")
         chunked = lowprec.matmul(a, b, math_mode="fp8", k_chunk=64)
         assert lowprec.plan(a, b, math_mode="fp8").kernel == f"{arch}_float8_e4m3fn"
-        assert lowprec.plan(a, b, math_mode="mxfp8").kernel == f"{arch}_bfloat16"
         rows = lowprec.matmul(a, b, math_mode="fp8_rows")
         per_row, per_column = (
             np.abs(v).max(axis) / np.float32(448) for v, axis in ((a, 1), (b, 0))

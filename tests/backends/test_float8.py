@@ -146,7 +146,7 @@ def test_scales_are_checked():
     np.testing.assert_array_equal(found, np.full((4, 4), 14.0))
 
 
-def test_block_scaled_tensor_cores_are_not_emulated():
+def test_block_scaled_tensor_cores_are_those_of_blackwell():
     """Ampere has none, so FP8 operands are widened there, as on such a GPU."""
     x, q = np.ones((16, 32), E4M3), lowprec.quantize(np.ones((16, 32), np.float32), "nvfp4")
     with lowprec.emulate("ampere"):
@@ -154,10 +154,12 @@ def test_block_scaled_tensor_cores_are_not_emulated():
         assert lowprec.matmul(q, q.T, out_dtype="float32")[0, 0] == 32
     with lowprec.emulate("blackwell"):
         assert lowprec.plan(x, x.T).kernel == "blackwell_float8_e4m3fn"
+        assert lowprec.matmul(q, q.T, out_dtype="float32")[0, 0] == 32
+        other = lowprec.quantize(np.ones((16, 32), np.float32), "mxfp4")
         with pytest.raises(
-            lowprec.UnsupportedError, match="block-scaled products of the tensor cores of Blackwell"
+            lowprec.UnsupportedError, match="products of nvfp4 and mxfp4 on the tensor cores of B"
         ):
-            lowprec.matmul(q, q.T)
+            lowprec.matmul(q, other.T)
         assert lowprec.matmul(x.astype(BF16), q.T)[0, 0] == 32
 
 

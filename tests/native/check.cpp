@@ -14,6 +14,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include <vector>
+
 #include "lowprec.h"
 
 namespace {

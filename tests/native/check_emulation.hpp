@@ -1,16 +1,18 @@
 // lp_emulate against the definition of the arithmetic in emulation/arithmetic.py; included by check.cpp.
 
-// An element of the result, in double.
-uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k, const lp_tensor_core_model& core) {
+// An element of the result, in double; the exponents of the scales of groups of b are `step` apart.
+uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k, const int32_t* scales_a,
+                  const int32_t* scales_b, int64_t step, const lp_tensor_core_model& core) {
     for (int64_t first = 0; first < k; first += core.group) {
+        const int scale = scales_a[first / core.group] + scales_b[first / core.group * step];
         double terms[33] = {core.adds_after ? 0 : c}, special = isfinite(c) ? 0.0 : c, sum = 0;
         int largest = c && !core.adds_after ? fmax(ilogb(c), -126) : core.least_exponent, count = 1;
         for (int64_t i = first; i < k && i < first + core.group; i++) {
             const double x = a[i], y = b[i * n], product = x * y;
             if (!isfinite(product)) special += product;
             if (product == 0 || !isfinite(product)) continue;
-            largest = fmax(largest, fmax(ilogb(x), core.emin) + fmax(ilogb(y), core.emin));
-            terms[count++] = product;
+            largest = fmax(largest, fmax(ilogb(x), core.emin) + fmax(ilogb(y), core.emin) + scale);
+            terms[count++] = ldexp(product, scale);
         }
         largest = fmax(largest, core.least_exponent);
         for (int i = 0; i < count; i++) sum += trunc(ldexp(terms[i], core.fraction_bits - largest));
@@ -53,9 +55,17 @@ void check_emulate() {
                 }
             }
             memcpy(result, x[2], (size_t)(m * n) * 4);
-            bool is_good = lp_emulate(x[0], x[1], result, m, n, k, &model.core, 1 + round % 2) == LP_OK;
+            // Scales of groups: 0 as no scales, or with sums beyond float32.
+            const int64_t groups = (k + model.core.group - 1) / model.core.group;
+            const int reach = round % 4 == 3 ? 254 : round % 2;
+            std::vector<int32_t> of_a((size_t)(m * groups)), of_b((size_t)(groups * n));
+            for (auto* scales : {&of_a, &of_b})
+                for (int32_t& scale : *scales) scale = reach ? (int)below(reach) - reach / 2 : 0;
+            bool is_good = lp_emulate(x[0], x[1], result, m, n, k, reach ? of_a.data() : nullptr,
+                                      reach ? of_b.data() : nullptr, &model.core, 1 + round % 2) == LP_OK;
             for (int64_t i = 0; i < m * n; i++) {
-                const uint32_t expected = emulated(x[0] + i / n * k, x[1] + i % n, x[2][i], n, k, model.core);
+                const uint32_t expected = emulated(x[0] + i / n * k, x[1] + i % n, x[2][i], n, k,
+                                                   of_a.data() + i / n * groups, of_b.data() + i % n, n, model.core);
                 is_good &= !memcmp(result + i, &expected, 4);
             }
             good += is_good, bad += !is_good;

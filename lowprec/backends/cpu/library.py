@@ -152,7 +152,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     "pack": (_I64, (_POINTER, ctypes.c_char_p, _POINTER)),
     "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
     "quantize": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
-    "emulate": (_I32, (_POINTER, _POINTER, _POINTER, _I64, _I64, _I64, _POINTER, _I32)),
+    "emulate": (
+        _I32,
+        (_POINTER, _POINTER, _POINTER, _I64, _I64, _I64, _POINTER, _POINTER, _POINTER, _I32),
+    ),
     "sum_lines": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "dot_lines": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "use_openmp": (None, (_POINTER, _POINTER)),

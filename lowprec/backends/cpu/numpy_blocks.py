@@ -10,8 +10,10 @@ import numpy as np
 from lowprec.arrays import block_codes
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView
+from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.cpu.numpy_execution import execute, stacks
 from lowprec.backends.interface import Arguments
+from lowprec.formats import numbers_of_codes
 from lowprec.planning import GemmPlan
 from lowprec.planning.schedule import chunk_length
 
@@ -45,6 +47,33 @@ def execute_blocks(plan: GemmPlan, arguments: Arguments) -> None:
     execute(plan, multiply, arguments._replace(a=a, b=b))
 
 
+def execute_scaled(plan: GemmPlan, arguments: Arguments) -> None:
+    """Multiply numbers with scales of blocks as emulated tensor cores do, in chunks of k."""
+    a, scales_a = _integers(arguments.a)
+    b, scales_b = _integers(arguments.b)
+    of_a, of_b, *_ = stacks(plan, arguments._replace(a=scales_a, b=scales_b))
+    architecture = plan.kernel_row.imitates
+    assert architecture is not None
+    model = arithmetic.arithmetic(architecture, *(plan.kernel_row.formats or ()))
+    emins = []
+    for blocks in plan.problem.blocks_along_k:
+        row = blocks.row
+        scaled = row.scales if model.dot > 1 else row.elements
+        assert scaled is not None
+        emins.append(scaled.emin)
+
+    def multiply(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+        for part in plan.schedule:
+            k = slice(part.k_start, part.k_stop)
+            scales = of_a[..., k], of_b[..., k, :]
+            found = products.multiply_scaled(a[..., k], b[..., k, :], scales, emins, model)
+            if part.accumulates:
+                found += out
+            out[...] = found
+
+    execute(plan, multiply, arguments._replace(a=a, b=b))
+
+
 def _integers(view: ArrayView) -> tuple[ArrayView, ArrayView]:
     """Return the numbers of codes without scales, and the scale of each, in float64."""
     assert view.blocks is not None
@@ -59,7 +88,10 @@ def _integers(view: ArrayView) -> tuple[ArrayView, ArrayView]:
     assert row.scales is not None
     dtype = np.dtype(getattr(ml_dtypes, row.scales.name, row.scales.name))
     ones = np.ones(scales.size, dtype).view(scales.dtype)
-    numbers = block_codes.decode(codes.reshape((scales.size, -1)), ones, zeros, row, 1.0, np)
+    table = None
+    if row.looked_up:
+        table = np.array(numbers_of_codes(row.looked_up), np.float32)
+    numbers = block_codes.decode(codes.reshape((scales.size, -1)), ones, zeros, row, 1.0, np, table)
     spread = np.repeat(scales.view(dtype).astype(np.float64), row.block, -1)
 
     def in_shape(x: Any) -> ArrayView:

@@ -16,7 +16,7 @@ import numpy as np
 from lowprec.arrays.view import ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.cpu.library import untaken
-from lowprec.backends.cpu.numpy_blocks import execute_blocks
+from lowprec.backends.cpu.numpy_blocks import execute_blocks, execute_scaled
 from lowprec.backends.cpu.numpy_execution import execute
 from lowprec.backends.cpu.numpy_rounding import Split, components, is_expressible, split
 from lowprec.backends.interface import Arguments, Executor
@@ -24,6 +24,7 @@ from lowprec.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, DType, NumberFormat
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, Summation
 from lowprec.planning.stored import kept_modes
+from lowprec.planning.tensor_cores import BLOCK_KINDS
 
 #: Length of sums of int8 products that are exact in float32.
 _INT8_CHUNK = 1 << 10
@@ -38,6 +39,8 @@ def prepare(plan: GemmPlan) -> Executor:
     kernel = plan.kernel_row
     if kernel.summation is Summation.BLOCKS:
         return functools.partial(execute_blocks, plan)
+    if kernel.formats and kernel.formats <= BLOCK_KINDS.keys():
+        return functools.partial(execute_scaled, plan)
     times: Callable[[Any, Any, Any], None] = multiply
     if kernel.imitates:
         times = _emulated(plan, *(kernel.formats or ()))

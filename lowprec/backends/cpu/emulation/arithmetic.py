@@ -9,7 +9,7 @@ from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.errors import UnsupportedError
 from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
 from lowprec.planning import KernelRow, Summation
-from lowprec.planning.tensor_cores import Accumulation, accumulation
+from lowprec.planning.tensor_cores import BLOCK_KINDS, Accumulation, accumulation
 
 #: Formats that are emulated, by name.
 FORMATS: dict[str, NumberFormat] = {
@@ -17,24 +17,24 @@ FORMATS: dict[str, NumberFormat] = {
 }
 
 
-def formats_of(architecture: Emulated) -> tuple[str, ...]:
-    return tuple(name for name in FORMATS if accumulation(name, architecture.cores))
+def formats_of(architecture: Emulated, *more: str) -> tuple[str, ...]:
+    return tuple(name for name in (*FORMATS, *more) if accumulation(name, architecture.cores))
 
 
 @functools.cache
 def arithmetic(architecture: Emulated, fmt: str) -> Accumulation:
     """Return the arithmetic of an architecture's tensor cores for a format; UnsupportedError if they lack it."""
-    model = accumulation(fmt, architecture.cores) if fmt in FORMATS else None
+    model = accumulation(fmt, architecture.cores)
     if model is None:
         raise UnsupportedError(
             f"the tensor cores of {architecture.label} do not support {fmt}; emulated formats: "
             f"{', '.join(formats_of(architecture))}"
         )
-    return model._replace(emin=FORMATS[fmt].emin)
+    return model._replace(emin=FORMATS.get(fmt, FLOAT8_E5M2).emin)
 
 
 def kernels(architecture: Emulated) -> tuple[KernelRow, ...]:
-    return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture))
+    return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture, *BLOCK_KINDS))
 
 
 def _kernel(architecture: Emulated, fmt: str) -> KernelRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,14 +26,17 @@ class Operand(NamedTuple):
     is_finite: bool  # whether all numbers are finite
 
     @classmethod
-    def of(cls, x: Any, emin: int) -> Operand:
-        """Return a float32 matrix of numbers of a format with exponent ``emin`` as an operand."""
+    def of(cls, x: Any, emin: int, scales: Any = 0) -> Operand:
+        """Return a float32 matrix of numbers of a format with exponent ``emin`` as an operand.
+
+        ``scales`` are exponents of factors of the numbers.
+        """
         raw = np.array(x, np.float32, order="C")
         finite = np.isfinite(raw)
         values = np.where(finite, raw, 0).astype(np.float64)
         exponents = np.maximum(np.frexp(values)[1] - 1, emin)
-        exponents = np.where(values == 0, NOWHERE, exponents).astype(np.int32)
-        return cls(values, exponents, raw, bool(finite.all()))
+        exponents = np.where(values == 0, NOWHERE, exponents + scales).astype(np.int32)
+        return cls(np.ldexp(values, scales), exponents, raw, bool(finite.all()))
 
 
 #: Bits of a float64 beyond the significand of a float32.
@@ -43,9 +47,18 @@ _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
 _ROWS, _COLUMNS = 16, 512
 
 
-def accumulate(a: Any, b: Any, c: Any, arithmetic: Accumulation) -> None:
-    """Compute ``c += a @ b`` in place, group by group as a tensor core; ``c`` is float32 and contiguous."""
-    x, y = Operand.of(a, arithmetic.emin), Operand.of(b, arithmetic.emin)
+def accumulate(a: Any, b: Any, c: Any, arithmetic: Accumulation, scales: Any = None) -> None:
+    """Compute ``c += a @ b`` in place, group by group as a tensor core; ``c`` is float32 and contiguous.
+
+    ``scales`` are the exponents of the scales of groups of both, None for zeros.
+    """
+    of_a: Any = 0
+    of_b: Any = 0
+    if scales is not None:
+        of_a, of_b = scales
+        of_a = np.repeat(of_a, arithmetic.group, 1)[:, : a.shape[1]]
+        of_b = np.repeat(of_b, arithmetic.group, 0)[: a.shape[1]]
+    x, y = Operand.of(a, arithmetic.emin, of_a), Operand.of(b, arithmetic.emin, of_b)
     m, n = c.shape
     with np.errstate(all="ignore"):
         for i in range(0, m, _ROWS):
@@ -94,6 +107,37 @@ def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Accumulation) -> Any:
         products = a.raw[:, :, None].astype(np.float64) * b.raw[None, :, :]
         special = special + np.where(np.isfinite(products), 0, products).sum(axis=1)
     return np.where(special == 0, total, special)
+
+
+def sum_dots(a: Any, b: Any, scales: Any, emins: Any, arithmetic: Accumulation) -> Any:
+    """Return the product of numbers in blocks along k, whose exact sums of products are terms, as float32.
+
+    ``scales`` are those of each block, ``emins`` their least exponents. The exponent of a term is that of its scales.
+    """
+    of_a, of_b = scales
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    with np.errstate(all="ignore"):
+        for group in range(0, a.shape[-1], arithmetic.group):
+            terms = [total.astype(np.float64)]
+            exponents = [exponents_of(terms[0], FLOAT32.emin)]
+            for first in range(group, min(group + arithmetic.group, a.shape[-1]), arithmetic.dot):
+                inner = slice(first, first + arithmetic.dot)
+                block = first // arithmetic.dot
+                x = of_a[..., block, None]
+                y = of_b[..., block, :][..., None, :]
+                terms.append(a[..., inner] @ b[..., inner, :] * x * y)
+                exponents.append(exponents_of(x, emins[0]) + exponents_of(y, emins[1]))
+            largest = functools.reduce(np.maximum, exponents)
+            shift = arithmetic.fraction_bits - largest
+            kept = sum(np.trunc(np.ldexp(term, shift)) for term in terms)
+            total = _toward_zero(np.ldexp(kept + 0.0, -shift)).astype(np.float32)
+    total.view(np.uint32)[np.isnan(total)] = NAN
+    return total
+
+
+def exponents_of(x: Any, emin: int) -> Any:
+    """Return the exponents, those of subnormal numbers being ``emin``, that of zero the least of float32."""
+    return np.where(x == 0, FLOAT32.emin, np.maximum(np.frexp(x)[1] - 1, emin))
 
 
 def _toward_zero(x: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lowprec.backends.cpu.emulation.arrays import exponents_of
 from lowprec.errors import SettingError
 from lowprec.formats import FLOAT32
 
@@ -79,20 +80,15 @@ def _flushed(x: Any, core: MatrixCore) -> Any:
     return np.where(core.flushes & (abs(x) < _LEAST), x * np.float32(0), x)
 
 
-def _exponents(x: Any, emin: int) -> Any:
-    """Return the exponents, those of subnormal numbers and of zero being the least."""
-    return np.where(x == 0, FLOAT32.emin, np.maximum(np.frexp(x)[1] - 1, emin))
-
-
 def _rounded_down(x: Any, y: Any, total: Any, emin: int, core: MatrixCore) -> Any:
     products = x.astype(np.float64) * y
     c = total.astype(np.float64)
     special = (products.sum(-2) + c).astype(np.float32)
-    exponents = _exponents(x, emin) + _exponents(y, emin)
+    exponents = exponents_of(x, emin) + exponents_of(y, emin)
     largest = exponents.max(-2)
     scale = np.ldexp(1.0, core.fraction_bits - largest)
     exact = np.trunc(products * scale[..., None, :]).sum(-2)
-    whole = np.maximum(largest, _exponents(c, FLOAT32.emin))
+    whole = np.maximum(largest, exponents_of(c, FLOAT32.emin))
     kept = np.floor(np.ldexp(exact, 31 - core.fraction_bits + largest - whole))
     of_c = np.floor(np.ldexp(c, 24 - whole))
     found = np.ldexp(kept + np.ldexp(of_c, 7), whole - 31).astype(np.float32)

@@ -13,10 +13,12 @@ from lowprec.backends.cpu.emulation import arrays
 from lowprec.planning.tensor_cores import Accumulation
 
 
-def multiply(a: Any, b: Any, c: Any | None, model: Accumulation) -> Any:
+def multiply(a: Any, b: Any, c: Any | None, model: Accumulation, scales: Any = None) -> Any:
     """Return ``c + a @ b`` in the arithmetic of a tensor core, as a new float32 array; batches broadcast.
 
     ``a`` (..., m, k) and ``b`` (..., k, n) are float32 numbers of the format of ``model``; ``c`` is None for zero.
+    ``scales`` are the exponents of the scales of groups of ``a`` (..., m, groups) and ``b`` (..., groups, n), None for
+    zeros.
     """
     shapes = [x.shape[:-2] for x in (a, b, c) if x is not None]
     batch = np.broadcast_shapes(*shapes)
@@ -24,20 +26,50 @@ def multiply(a: Any, b: Any, c: Any | None, model: Accumulation) -> Any:
     if c is not None:
         out[...] = c
     a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
+    exponents = None
+    if scales is not None:
+        scales = [np.broadcast_to(x, batch + x.shape[-2:]) for x in scales]
     for i in np.ndindex(batch):
-        _accumulate(a[i], b[i], out[i], model)
+        if scales is not None:
+            exponents = [np.ascontiguousarray(x[i], np.int32) for x in scales]
+        _accumulate(a[i], b[i], out[i], model, exponents)
     return out
 
 
-def _accumulate(a: Any, b: Any, c: Any, model: Accumulation) -> None:
+def multiply_scaled(a: Any, b: Any, scales: Any, emins: Any, model: Accumulation) -> Any:
+    """Return the product of numbers whose blocks along k have scales, of groups in order, as a new float32 array.
+
+    ``scales`` are those of each number, ``emins`` the exponents of the least normal numbers of both formats, or of the
+    scales if these are factors of whole dot products.
+    """
+    of_a, of_b = scales
+    step = model.group
+    if model.dot > 1:
+        step = model.dot
+    blocks = of_a[..., ::step], of_b[..., ::step, :]
+    if model.dot > 1:
+        return arrays.sum_dots(a, b, blocks, emins, model)
+    with np.errstate(invalid="ignore"):
+        # as numbers of one format, whose least exponent is that of the model
+        least = [model.emin - emin for emin in emins]
+        x, y = (
+            np.ldexp(np.where(np.isnan(s), np.nan, v), shift).astype(np.float32)
+            for v, s, shift in zip((a, b), scales, least, strict=True)
+        )
+        exponents = [np.frexp(s)[1] - 1 - shift for s, shift in zip(blocks, least, strict=True)]
+    return multiply(x, y, None, model, exponents)
+
+
+def _accumulate(a: Any, b: Any, c: Any, model: Accumulation, scales: Any) -> None:
     """Compute ``c += a @ b`` in place; ``c`` is contiguous."""
     functions, status = library.library(), library.UNSUPPORTED
     if functions is not None:
         a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
-        core = library.TensorCoreModel(*model[1:-1])
+        core = library.TensorCoreModel(*model[1:7])
         status = functions.emulate(
             data_pointer(a), data_pointer(b), data_pointer(c), *c.shape, a.shape[-1],
+            *map(data_pointer, scales or ()), *[None] * (0 if scales else 2),
             ctypes.addressof(core), threads.num_threads(),
         )  # fmt: skip
     if status == library.UNSUPPORTED:
-        arrays.accumulate(a, b, c, model)
+        arrays.accumulate(a, b, c, model, scales)

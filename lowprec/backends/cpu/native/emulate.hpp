@@ -54,10 +54,11 @@ template <int R> struct EmulatedA {
     alignas(4 * W) int32_t exponent[R][EMULATED_K];
 };
 
-// Adds a group of products, from element `first` of the block, to W elements of R rows.
+// Adds a group of products, from element `first` of the block, to W elements of R rows. Exponents are less `scale`, that
+// of the scales of the group, which the numbers lack.
 template <int R, bool NARROW>
 INLINE void add_group(const lp_tensor_core_model& core, const EmulatedA<R>& a, const EmulatedB& b, int first,
-                      bool special, f32v* c) {
+                      bool special, const i32v* scale, f32v* c) {
     const int end = first + core.group;
     std::make_integer_sequence<int, W> lanes;
     i32v largest[R], own[R], offset[R];  // exponents: of the group, of c, and of the scale of a product's term
@@ -66,24 +67,25 @@ INLINE void add_group(const lp_tensor_core_model& core, const EmulatedA<R>& a, c
     f64v lower[R], upper[R];
     UNROLLED(r, R) {
         decompose(c[r], -126, &significand[r], &own[r]);
-        own[r] = core.adds_after ? (i32v)all((uint32_t)-(1 << 20)) : own[r];
-        largest[r] = larger(own[r], (i32v)all((uint32_t)core.least_exponent));
+        own[r] = core.adds_after ? (i32v)all((uint32_t)-(1 << 20)) : own[r] - scale[r];
+        largest[r] = larger(own[r], core.least_exponent - scale[r]);
     }
     for (int i = first; i < end; i++)
         UNROLLED(r, R) largest[r] = larger(largest[r], b.exponent[i] + a.exponent[r][i]);
     UNROLLED(r, R) {
         offset[r] = core.fraction_bits + 125 - largest[r];
-        f32v scale = (f32v)(larger(own[r] + offset[r] + 1, i32v{}) << 23);
-        sum[r] = (u32v) __builtin_convertvector(significand[r] * scale, i32v);
-        unit[r] = (f32v)(-larger(-2 - offset[r], (i32v)all((uint32_t)-254)) << 23);  // less only if all products are 0
+        f32v of_c = (f32v)(larger(own[r] + offset[r] + 1, i32v{}) << 23);
+        sum[r] = (u32v) __builtin_convertvector(significand[r] * of_c, i32v);
+        i32v field = -larger(-2 - offset[r], (i32v)all((uint32_t)-254));  // less only if all products are 0
+        unit[r] = (f32v)(larger(field, i32v{}) << 23);
         lower[r] = upper[r] = f64v{};
     }
     for (int eight = first; eight < end; eight += 8) {
         for (int i = eight; i < end && i < eight + 8; i++)
             UNROLLED(r, R) {
-                f32v scale = unit[r];
-                if (!NARROW) scale = (f32v)(larger(b.exponent[i] + (a.exponent[r][i] + offset[r]), i32v{}) << 23);
-                sum[r] += (u32v) __builtin_convertvector(b.significand[i] * a.significand[r][i] * scale, i32v);
+                f32v power = unit[r];
+                if (!NARROW) power = (f32v)(larger(b.exponent[i] + (a.exponent[r][i] + offset[r]), i32v{}) << 23);
+                sum[r] += (u32v) __builtin_convertvector(b.significand[i] * a.significand[r][i] * power, i32v);
             }
         UNROLLED(r, R) {
             lower[r] += doubles_from<0>(sum[r], lanes);
@@ -92,7 +94,7 @@ INLINE void add_group(const lp_tensor_core_model& core, const EmulatedA<R>& a, c
         }
     }
     UNROLLED(r, R) {
-        i32v exponent = largest[r] - core.fraction_bits;
+        i32v exponent = largest[r] + scale[r] - core.fraction_bits;
         u32v rounded = joined(toward_zero(lower[r] * powers_from<0>(exponent, lanes)),
                               toward_zero(upper[r] * powers_from<W / 2>(exponent, lanes)), lanes);
         rounded &= ~0u << (23 - core.result_bits);
@@ -131,7 +133,16 @@ INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special,
         c[r] = get_some(job.c + (row + r) * job.n + column, columns);
     }
     special |= any((u32v)(largest == 128));
-    for (int i = 0; i < count; i += job.core.group) add_group<R, NARROW>(job.core, a, b, i, special, c);
+    const int64_t groups = (job.k + job.core.group - 1) / job.core.group;
+    for (int i = 0; i < count; i += job.core.group) {
+        const int64_t group = (inner + i) / job.core.group;
+        i32v scale[R] = {};
+        if (job.scales_b) {
+            const i32v of_b = (i32v)get_some((const float*)job.scales_b + group * job.n + column, columns);
+            UNROLLED(r, R) scale[r] = of_b + job.scales_a[(row + r) * groups + group];
+        }
+        add_group<R, NARROW>(job.core, a, b, i, special, scale, c);
+    }
     UNROLLED(r, R) {
         c[r] = floats(choose((u32v)(c[r] != c[r]), all(0x7fffffff), bits(c[r])));
         memcpy(job.c + (row + r) * job.n + column, &c[r], 4 * (size_t)(columns < W ? columns : W));

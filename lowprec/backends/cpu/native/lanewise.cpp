@@ -151,12 +151,13 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
 }
 
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
-                          const lp_tensor_core_model* core, int32_t threads) {
+                          const int32_t* scales_a, const int32_t* scales_b, const lp_tensor_core_model* core,
+                          int32_t threads) {
     const lp::Arithmetic standard;
     const lp::Lanewise* functions = lp::lanewise();
     const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;
     if (!functions || !is_exact) return LP_UNSUPPORTED;
-    const lp::Emulation job = {a, b, c, m, n, k, *core};
+    const lp::Emulation job = {a, b, c, m, n, k, scales_a, scales_b, *core};
     const int64_t rows = (m + lp::EMULATED_ROWS - 1) / lp::EMULATED_ROWS,
                   columns = (n + functions->lanes - 1) / functions->lanes;
     auto emulate = [&](int64_t i) {

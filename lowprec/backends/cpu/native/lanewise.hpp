@@ -8,6 +8,7 @@ struct Emulation {  // the arguments of lp_emulate
     const float *a, *b;
     float* c;
     int64_t m, n, k;
+    const int32_t *scales_a, *scales_b;  // exponents of groups, or null
     lp_tensor_core_model core;
 };
 

@@ -136,8 +136,10 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
 // lp_status result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the
 // products alone.
 typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core_model;
+// `scales_a` (m x groups) and `scales_b` (groups x n) are exponents of the scales of a group, or null.
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
-                          const lp_tensor_core_model*, int32_t threads);
+                          const int32_t* scales_a, const int32_t* scales_b, const lp_tensor_core_model*,
+                          int32_t threads);
 
 // Rounds x to narrow numbers: bfloat16 with the scales of their blocks but without float32 scales, or int8, or codes.
 // `scales` has the float32 scales of vectors or blocks, or the codes of blocks (if `codes`); -> lp_status and *scale.
