@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -81,6 +81,7 @@ _attributes = attrgetter(
 )
 
 
+@cache
 def _functions(torch: ModuleType) -> _Functions:
     try:
         functions = _Functions(*_attributes(torch._C))
@@ -110,17 +111,8 @@ class TorchController:
         **dict(_LEAVES.values()),
     }
 
-    def __init__(self) -> None:
-        self._cached: tuple[ModuleType, _Functions] | None = None
-
-    def _functions(self) -> _Functions:
-        torch = sys.modules["torch"]
-        if self._cached is None or self._cached[0] is not torch:
-            self._cached = torch, _functions(torch)
-        return self._cached[1]
-
     def save(self) -> dict[str, Any]:
-        do = self._functions()
+        do = _functions(sys.modules["torch"])
         leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
         parents = leaves[len(_PAIRS) :]
         del leaves[len(_PAIRS) :]
@@ -140,7 +132,7 @@ class TorchController:
         """Set every switch, the old ones first, because they also set some of the newer ones."""
         old, cuda, _ = _WORDS[mode]
         values = _VALUES[mode]
-        do = self._functions()
+        do = _functions(sys.modules["torch"])
         do.put_old(old)
         do.put_cudnn(cuda == "tf32")
         list(map(do.put, _FIRST, _SECOND, values))
@@ -150,14 +142,14 @@ class TorchController:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore every switch, the old ones first, because they also set some of the newer ones."""
-        do = self._functions()
+        do = _functions(sys.modules["torch"])
         old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
         do.put_old(old)
         do.put_cudnn(cudnn)
         list(map(do.put, _FIRST, _SECOND, leaves))
 
     def describe(self) -> dict[str, Any]:
-        do = self._functions()
+        do = _functions(sys.modules["torch"])
         found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
         for name, value in found.items():
             if value is None:
