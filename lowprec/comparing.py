@@ -32,8 +32,6 @@ def compare(
     math_mode: RulesLike,
     against: ModeLike = "fp32",
     blame: bool = False,
-    *,
-    attention: bool = False,
 ) -> RunComparison:
     """Return the change of a function's result in a mode, and the layers behind it.
 
@@ -51,8 +49,6 @@ def compare(
     blame : bool
         Whether to run the function again for each layer, with that layer alone in its mode. The squared change of the
         result, relative to that with all layers, is the layer's blame; these sum to about 1.
-    attention : bool
-        As in :class:`lowprec.torch.intercept`.
 
     Returns
     -------
@@ -79,17 +75,17 @@ def compare(
     """
     reference = parse_mode(against, what="against")
     recorder = Recorder(reference)
-    scope = intercept(math_mode, attention=attention)
+    scope = intercept(math_mode)
     run, result = _recorded(function, scope, recorder)
     other, expected = _recorded(function, intercept(reference), Recorder())
     change = _change(result, expected)
     parts = {}
     if blame and change and math.isfinite(change):
         for layer, alone in _alone(run, reference).items():
-            _, found = _recorded(function, intercept(alone, attention=attention), None)
+            _, found = _recorded(function, intercept(alone), None)
             parts[layer or NO_LAYER] = ((_change(found, expected) or 0.0) / change) ** 2
         for layer in _of_calls(run, reference):
-            single = intercept(scope.rules, attention=attention)
+            single = intercept(scope.rules)
             single.alone = (layer, reference)
             _, found = _recorded(function, single, None)
             parts[layer] = ((_change(found, expected) or 0.0) / change) ** 2

@@ -29,7 +29,7 @@ class intercept(Interception):
     libraries : list of str, optional
         The libraries, such as ``["torch"]``; by default those that are loaded at the entry and that lowprec can
         intercept on this system; the report names the others.
-    statistics, attention, step
+    statistics, step
         As in :class:`lowprec.torch.intercept`.
     cast : bool
         As in :class:`lowprec.numpy.intercept`.
@@ -61,18 +61,12 @@ class intercept(Interception):
         libraries: Iterable[str] | None = None,
         *,
         statistics: bool = False,
-        attention: bool = False,
         step: int = 0,
         cast: bool = False,
     ) -> None:
         self._names = _checked(libraries)
         super().__init__(math_mode, statistics)
-        self._options: dict[str, Any] = {
-            "statistics": statistics,
-            "attention": attention,
-            "step": step,
-            "cast": cast,
-        }
+        self._options: dict[str, Any] = {"statistics": statistics, "step": step, "cast": cast}
         self._parts: dict[str, Interception] = {}
 
     @property

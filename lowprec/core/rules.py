@@ -111,8 +111,8 @@ def first_match(rules: Rules, layer: Layer, routine: str = "") -> Mode | None:
 
 
 def names(rules: Rules, routine: str) -> bool:
-    """Whether a rule names a routine."""
-    return any(pattern == routine for pattern, _ in rules)
+    """Whether a rule names a routine, or the products without a layer."""
+    return any(pattern in ("", routine) for pattern, _ in rules)
 
 
 def shown(rules: Rules) -> str:

@@ -216,12 +216,12 @@ class AttentionProducts:
         if row(mode).quantizes:
             resolved = replace(resolved, mode=MathMode.FP32)
             of_weights, of_values = rules_of(mode)
-            values = _rounded(values, of_values)
+            values = rounded(values, of_values)
         for start in range(0, values.shape[2], _KEYS):
             some = values[:, :, start : start + _KEYS]
             chunk = weights[..., start : start + some.shape[2]]
             if row(mode).quantizes:
-                chunk = _rounded(chunk, of_weights)
+                chunk = rounded(chunk, of_weights)
             multiply_into(rows, chunk.to(some.dtype), some, resolved, adds=start > 0)
         return rows
 
@@ -247,7 +247,7 @@ def _collapsed(x: Tensor) -> Tensor:
     return x
 
 
-def _rounded(x: Tensor, rule: Rule) -> Tensor:
+def rounded(x: Tensor, rule: Rule) -> Tensor:
     """Return numbers in float32 that are rounded to nearest along the last axis, without a transform."""
     rule = rule._replace(rounding="nearest", hadamard=0)
     values, scales, scale = block_codes.rounded(x.float().numpy(), -1, rule, np)

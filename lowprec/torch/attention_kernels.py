@@ -10,16 +10,19 @@ from torch import Tensor
 
 from lowprec.core.interception_report import PassedBy
 from lowprec.core.rules import Layer, first_match
+from lowprec.modes import rules_of
 from lowprec.planning.problem import broadcasts
 from lowprec.torch.accounting import Found
 from lowprec.torch.aten import Kernel
-from lowprec.torch.attention import Attention, AttentionProducts
+from lowprec.torch.attention import Attention, AttentionProducts, rounded
 from lowprec.torch.layer_names import NAMES, Part
 from lowprec.torch.operator_products import OperatorProduct, computed, operator_kernel
 from lowprec.torch.registration import Function
 
 #: The name of all products, in reports and rules.
 _NAME = "attention"
+#: The pattern of the rule for keys and values.
+CACHE = "kv"
 
 
 def attention_kernel(kernel: Kernel, own: Function) -> Function:
@@ -38,6 +41,7 @@ def attention_kernel(kernel: Kernel, own: Function) -> Function:
         attention = _attention(*tensors, *rest, **given)
         if attention is None or (is_backward and gradient.dtype != tensors[0].dtype):
             return by_torch()
+        attention = _with_cache(attention, found[0])
         layer = NAMES.of_activation(before[2]) if is_backward else NAMES.of_caller()
         product = OperatorProduct(
             _NAME,
@@ -86,6 +90,17 @@ def _attention(
             return None
         mask = mask.expand(shape)
     return Attention(q, k, v, mask, is_causal, q.shape[3] ** -0.5 if scale is None else scale)
+
+
+def _with_cache(attention: Attention, scope: Any) -> Attention:
+    """Return an attention whose keys and values are rounded to the format of their rule, each key alone."""
+    mode = dict(scope.rules).get(CACHE)
+    if mode is None:
+        return attention
+    scope.ledger.notes[f"Keys and values of attention are rounded to {mode}."] = None
+    _, rule = rules_of(mode)
+    k, v = (rounded(x, rule).to(x.dtype) for x in attention[1:3])
+    return attention._replace(k=k, v=v)
 
 
 def _in_float64(own: Function, args: Any, given: Any) -> Any:

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lowprec.core.interception import Interception
 from lowprec.core.interception_report import PassedBy
 from lowprec.core.ledger import LedgerRow
-from lowprec.core.rules import ALL, RulesLike
+from lowprec.core.rules import ALL, RulesLike, names, parse_rules
+from lowprec.errors import ModeError
 from lowprec.modes import Recipe, ResolvedMode, row
 from lowprec.policy.decorators import ContextScope
 from lowprec.torch.accounting import (
@@ -44,7 +45,7 @@ from lowprec.torch.aten import (
     multiplications_of,
 )
 from lowprec.torch.aten_products import PLAIN_TENSORS, computed
-from lowprec.torch.attention_kernels import attention_kernel
+from lowprec.torch.attention_kernels import CACHE, attention_kernel
 from lowprec.torch.convolution_kernels import convolution_kernel
 from lowprec.torch.layer_names import NAMES
 from lowprec.torch.passes import mode_of_product, routine_of
@@ -76,13 +77,11 @@ class intercept(Interception):
         Mode of the products, or rules: ``"lm_head=fp32,*.mlp.*=bf16,*=tf32"``, a mapping, pairs of a pattern and a
         mode, or a TOML file with a table ``[rules]``. A pattern is that of layers' names, a class, or an operator; the
         first one that matches is used, and a product that none matches is PyTorch's. ``*`` does not match ``"dot"``,
-        products of two vectors, and ``"lapack"``, those of solvers and their gradients. An ``fp32_guard`` overrides the
-        modes.
+        products of two vectors, and ``"lapack"``, those of solvers and their gradients. Modes that quantise act on
+        products of a matrix with a parameter; the others, such as attention's, are in ``bf16`` unless a rule names
+        their operator, or products without a layer by ``""``. An ``fp32_guard`` overrides the modes.
     statistics : bool
         Whether to measure the operands and the errors of products; see :class:`OperandStatistics`.
-    attention : bool
-        Whether modes that quantise act on all products. By default they act on those of a matrix with a parameter, and
-        the others, such as attention's, are in ``bf16``.
     step : int
         Number of the first training step, which the random numbers of a recipe depend on; :meth:`step` adds one.
 
@@ -101,16 +100,11 @@ class intercept(Interception):
     [('Linear', 'addmm', False, 1), ('Linear', 'mm', True, 1)]
     """
 
-    def __init__(
-        self,
-        math_mode: RulesLike,
-        statistics: bool = False,
-        *,
-        attention: bool = False,
-        step: int = 0,
-    ) -> None:
+    def __init__(self, math_mode: RulesLike, statistics: bool = False, *, step: int = 0) -> None:
+        of_cache = dict(parse_rules(math_mode)).get(CACHE)
+        if of_cache is not None and not row(of_cache).quantizes:
+            raise ModeError(f"{CACHE!r} is a rule for formats of keys and values, got {of_cache}")
         super().__init__(math_mode, statistics)
-        self.attention = attention
         self.step_number = step
         self.depends_on_layers = any(
             pattern != ALL or row(mode).quantizes for pattern, mode in self.rules
@@ -215,7 +209,7 @@ def _replaced(kernel: Kernel, product: AtenProduct, own: Function) -> Function:
         if kernel.in_place:
             out = args[0]
         is_needed = scope.depends_on_layers or scope.recorder is not None
-        part = NAMES.of(a, b, is_backward(), scope.attention, is_needed)
+        part = NAMES.of(a, b, is_backward(), names(scope.rules, kernel.name), is_needed)
         routine = routine_of(kernel.name, part, a, b)
         if thread.watched is PassedBy.LINEAR_ALGEBRA:
             routine = "lapack"

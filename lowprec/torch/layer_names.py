@@ -74,9 +74,9 @@ class LayerNames:
         self._is_watching = False
 
     def of(
-        self, a: Tensor, b: Tensor, backward: bool, attention: bool = False, is_needed: bool = True
+        self, a: Tensor, b: Tensor, backward: bool, is_named: bool = False, is_needed: bool = True
     ) -> Part:
-        """Return the part of a product in its layer; ``attention`` for those of two activations, too.
+        """Return the part of a product in its layer; ``is_named`` for those of two activations, too.
 
         ``is_needed`` says whether its mode depends on its layer.
         """
@@ -90,7 +90,7 @@ class LayerNames:
             return Part(layer, "forward", place)
         if backward:
             return self._of_gradient(a, b)
-        if attention:
+        if is_named:
             _remember(a, ())
             _remember(b, ())
         return _NO_PART

@@ -1,7 +1,7 @@
 """The mode of one product of an intercepted layer: recipes distinguish weights, gradients, steps and layers.
 
 Quantising modes are those of linear layers. Products of two activations, as in attention, and products with vectors use
-bfloat16 unless they are asked for.
+bfloat16 unless a rule names them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mode_of_product(
     """Return the mode of a product in a layer of this mode, and whether its operands change places."""
     if mode is None or not row(mode).quantizes:
         return mode, False
-    if not (scope.attention or (part.layer and is_matrix) or names(scope.rules, routine)):
+    if not ((part.layer and is_matrix) or names(scope.rules, routine)):
         return MathMode.BF16, False
     if isinstance(mode, Recipe):
         if part.product != "forward" and (part.place is None or _is_compiled()):

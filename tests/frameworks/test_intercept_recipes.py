@@ -192,8 +192,8 @@ def test_a_forward_pass_without_its_layers_is_reported_first(torch, lt):
 def test_attention_and_products_with_vectors_are_in_bfloat16_unless_a_rule_names_them(torch, lt):
     x, v, layer = torch.randn(2, 16, 16), torch.randn(16), torch.nn.Linear(16, 16)
 
-    def modes(rules, **options):
-        with torch.no_grad(), lt.intercept(rules, **options) as seen:
+    def modes(rules):
+        with torch.no_grad(), lt.intercept(rules) as seen:
             torch.bmm(x, x), torch.dot(v, v), torch.mv(x[0], v), layer(v), layer(x[0])
             torch.mv(layer.weight, v)
         reasons = {
@@ -204,7 +204,7 @@ def test_attention_and_products_with_vectors_are_in_bfloat16_unless_a_rule_names
 
     names = ("bmm ", "addmv ", "addmv Linear", "addmm Linear")
     assert modes("mxfp8") == {**dict.fromkeys(names, "bf16"), "addmm Linear": "mxfp8"}
-    assert modes("mxfp8", attention=True) == dict.fromkeys(names, "mxfp8")
+    assert modes({"": "mxfp8", "addmv": "mxfp8", "*": "mxfp8"}) == dict.fromkeys(names, "mxfp8")
     named = modes("bmm=mxfp8,dot=mxfp4,addmv=fp32,*=mxfp8")
     assert named == {
         "bmm ": "mxfp8", "dot ": "mxfp4", "addmv ": "fp32", "addmv Linear": "fp32", "addmm Linear": "mxfp8",
@@ -215,7 +215,7 @@ def test_gradients_of_attention(torch, lt):
     recipe = RECIPES["fp8"]
     a, b = (torch.randn(2, 24, 24, requires_grad=True) for _ in range(2))
     g = torch.randn(2, 24, 24)
-    with lt.intercept(recipe, attention=True) as seen:
+    with lt.intercept({"bmm": recipe}) as seen:
         torch.bmm(a, b).backward(g)
     x, y = a.detach(), b.detach()
     assert torch.equal(a.grad, lowprec.matmul(g, y.mT, math_mode=recipe.of("grad_input")))
@@ -252,7 +252,7 @@ def test_compiled_backward_passes_have_the_forward_formats(torch, lt):
 def test_forward_operands_are_not_kept_alive(torch, lt):
     x = torch.randn(16, 16)
     alive = weakref.ref(x.untyped_storage())
-    with lt.intercept(RECIPES["fp8"], attention=True):
+    with lt.intercept({"mm": RECIPES["fp8"]}):
         x = x @ x
         assert alive() is None
 
@@ -261,7 +261,7 @@ def test_statistics_of_quantised_operands(torch, lt):
     """E4M3 with a scale of 2^-8 ends at 1.75; a block of 32 has one number beyond, and one that becomes zero."""
     a, b = torch.zeros(1, 64), torch.ones(64, 16)
     a[0, :32], a[0, 32], a[0, 0], a[0, 1] = 1.0, 2.0**-10, 1.9, 1e-9
-    with lt.intercept("mxfp8", attention=True, statistics=True) as seen:
+    with lt.intercept({"mm": "mxfp8"}, statistics=True) as seen:
         a @ b
     (row,) = seen.report().taken
     assert row.a == lt.OperandStatistics(
@@ -279,7 +279,7 @@ def test_statistics_of_each_format(torch, lt, mode):
     """The rounded operands that underflow is counted in are those of the product: the share is that of its zeros."""
     torch.manual_seed(0)
     a, b = torch.randn(48, 160) * torch.logspace(-9, 0, 160), torch.eye(160)
-    with lt.intercept(mode, attention=True, statistics=True) as seen:
+    with lt.intercept({"": mode}, statistics=True) as seen:
         c = a @ b
     (row,) = seen.report().taken
     assert row.a.underflow == pytest.approx(float((c == 0).float().mean()))

@@ -247,6 +247,21 @@ def test_quantised_values_are_rounded_along_their_width():
         assert torch.allclose(found, values.expand(found.shape), rtol=4 * UNIT, atol=0)
 
 
+def test_keys_and_values_have_a_format():
+    """The products are those of rounded keys and values, in the mode of attention; gradients pass through."""
+    tensors = operands((2, 4, 2, 5, 40, 64))
+    q, k, v, g = tensors
+    narrow = [lowprec.quantize(x, "mxfp8").dequantize() for x in (k, v)]
+    with lt.intercept({"kv": "mxfp8", "*": "bf16"}) as seen:
+        found = results(tensors, {})
+    with lt.intercept("bf16"):
+        expected_results = results([q, *narrow, g], {})
+    assert all(map(torch.equal, found, expected_results))
+    assert "Keys and values of attention are rounded to mxfp8." in seen.report().remarks
+    with pytest.raises(lowprec.ModeError, match=r"'kv' is a rule for formats .* got bf16"):
+        lt.intercept({"kv": "bf16"})
+
+
 def test_statistics_and_comparison():
     q, k, v, _ = operands(SHAPES[1])
     with lt.intercept("bf16", statistics=True) as seen:
