@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from lowprec.policy.switches import Hold
-
 if TYPE_CHECKING:
     from lowprec.architectures import Emulated
     from lowprec.modes import Mode
@@ -28,7 +26,12 @@ class Entry:
 
     own: Frame = OUTSIDE
     libraries: frozenset[str] | None  # that it selects, None for all
-    hold: Hold | None = None  # once it has set other libraries' switches
+
+    #: Once it has set other libraries' switches: the thread that entered it; by library, the layers that it uses, and
+    #: the reasons why switches were not set.
+    thread: int | None = None
+    layers: dict[str, Any]
+    failures: dict[str, str]
 
     scope: Any = None  # the interception, once it has begun
     key: Any = None  # of compiled functions inside the interception

@@ -11,10 +11,11 @@ from typing import Any
 
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy.controllers import controllers
+from lowprec.policy.entries import Entry
 from lowprec.policy.environment import RUN_GUARD
 from lowprec.policy.protocol import Controller, attempt
 from lowprec.policy.scopes import is_guarded_library
-from lowprec.policy.switches import FLOOR, Hold, acquire, changed_switches
+from lowprec.policy.switches import FLOOR, acquire, changed_switches
 
 #: The switches of each library as set by the guard.
 _guarded: dict[Controller, Mapping[str, Any]] = {}
@@ -28,9 +29,9 @@ def set_library(name: str, order: str) -> str | None:
     if not is_floor and is_guarded_library(name):
         return FLOOR
     if controller.tier == "process" or mode not in controller.modes:
-        hold = Hold()  # never released
-        acquire(hold, [controller], mode, is_floor)
-        reason = hold.failures.get(name)
+        block = Entry()  # never released
+        acquire(block, [controller], mode, is_floor)
+        reason = block.failures.get(name)
     elif (set_default := getattr(controller, "set_default", None)) is None:
         reason = f"{name}'s switches belong to the thread"
     else:

@@ -21,7 +21,7 @@ from lowprec.policy.controllers import controllers, known_modules, loaded_contro
 from lowprec.policy.decorators import ContextScope, F, decorated, picklable
 from lowprec.policy.entries import Entry, Frame, current
 from lowprec.policy.protocol import Controller
-from lowprec.policy.switches import FLOOR, Hold, acquire, release
+from lowprec.policy.switches import FLOOR, acquire, release
 
 #: The argument ``frameworks=``: all loaded libraries, none, or those of these names.
 Frameworks = bool | Iterable[str]
@@ -85,8 +85,8 @@ class PolicyScope(ContextScope):
     @staticmethod
     def _end(entry: Entry) -> list[str]:
         remarks = []
-        if entry.hold is not None:
-            remarks = release(entry.hold)
+        if entry.thread is not None:
+            remarks = release(entry)
         if entries.listeners:
             entries.notify()
         return remarks
@@ -137,14 +137,13 @@ class PolicyScope(ContextScope):
         mode, guards, _ = self._own
         floors = {c.name: FLOOR for c in loaded if not guards and is_guarded_library(c.name)}
         others = [c for c in loaded if c.name not in floors]
-        hold = entry.hold = Hold()
-        acquire(hold, others, mode or MathMode.FP32, guards)
+        acquire(entry, others, mode or MathMode.FP32, guards)
         failures = [
             f"{name} ({reason})"
-            for name, reason in sorted(hold.failures.items())
+            for name, reason in sorted(entry.failures.items())
             if reason != FLOOR
         ]
-        hold.failures.update(floors)
+        entry.failures.update(floors)
         if failures:
             verb = "does not protect" if guards else "does not reach"
             warn(f"{self!r} {verb} {'; '.join(failures)}")
@@ -186,12 +185,11 @@ class PolicyScope(ContextScope):
             return "excluded by frameworks="
         if entry is None:
             return "the block is not entered in this thread or task"
-        hold = entry.hold or Hold()
-        if name in hold.failures:
-            return hold.failures[name]
-        if name not in hold.layers:
+        if entry.thread is not None and name in entry.failures:
+            return entry.failures[name]
+        if entry.thread is None or name not in entry.layers:
             return "imported inside the block; the next entry will set it"
-        if controller.tier == "thread" and hold.thread != get_ident():
+        if controller.tier == "thread" and entry.thread != get_ident():
             return "its switch belongs to the thread that entered the block; use wrap() here"
         return None
 

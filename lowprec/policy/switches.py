@@ -18,6 +18,7 @@ from threading import get_ident
 from typing import Any
 
 from lowprec.modes import Mode
+from lowprec.policy.entries import Entry
 from lowprec.policy.protocol import Controller, attempt
 from lowprec.util.lock import lock
 
@@ -25,19 +26,8 @@ from lowprec.util.lock import lock
 FLOOR = "an open fp32_guard keeps it at full FP32"
 
 
-class Hold:
-    """The switches that one open block has set: the layers that it uses."""
-
-    __slots__ = ("failures", "layers", "thread")
-
-    def __init__(self) -> None:
-        self.layers: dict[str, _Layer] = {}  # by library
-        self.failures: dict[str, str] = {}  # by library: the reason why its switches were not set
-        self.thread = get_ident()  # the thread that entered the block
-
-
 class _Layer:
-    """The values of switches before and after a block set them, and the holds of the blocks that use them."""
+    """The values of switches before and after a block set them, and the blocks that use them."""
 
     def __init__(
         self, controller: Controller, mode: Mode, is_floor: bool, stack: list[_Layer]
@@ -49,7 +39,7 @@ class _Layer:
         self.saved: Mapping[str, Any] | None = None  # the values before
         # the values as set; None if setting them failed
         self.inside: Mapping[str, Any] | None = None
-        self.holds: set[Hold] = set()
+        self.blocks: set[Entry] = set()
 
     def restore(self) -> list[str]:
         """Restore the switches, and return a sentence about those that the user has changed."""
@@ -80,7 +70,7 @@ def changed_switches(library: str, values: Mapping[str, Any], where: str) -> str
 
 
 #: Marks a layer in restoration: a finalizer that runs meanwhile restores no other layer.
-_RESTORING = Hold()
+_RESTORING = Entry()
 
 Stacks = dict[Controller, list[_Layer]]
 
@@ -91,46 +81,49 @@ _thread = threading.local()
 
 
 def acquire(
-    hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor: bool = False
+    block: Entry, controllers: Iterable[Controller], mode: Mode, is_floor: bool = False
 ) -> None:
-    """Set the switches of these loaded libraries for a mode until ``hold`` is released.
+    """Set the switches of these loaded libraries for a mode until ``block`` is released.
 
     ``is_floor`` marks a guard: while it is open, no other block lowers the precision. After an exception, which only a
-    signal handler raises, ``hold`` must be released.
+    signal handler raises, ``block`` must be released.
     """
+    block.layers = {}
+    block.failures = {}
+    block.thread = get_ident()
     with lock:
         for controller in controllers:
-            reason, error = attempt(controller, partial(_join, hold, controller, mode, is_floor))
+            reason, error = attempt(controller, partial(_join, block, controller, mode, is_floor))
             if error is not None:
                 reason = error
-                layer = hold.layers.get(controller.name)
+                layer = block.layers.get(controller.name)
                 if layer is not None:
-                    layer.holds.discard(hold)
+                    layer.blocks.discard(block)
                     _restore_unused(layer.stack)
-                    del hold.layers[controller.name]
+                    del block.layers[controller.name]
             if reason is not None:
-                hold.failures[controller.name] = reason
+                block.failures[controller.name] = reason
 
 
-def _join(hold: Hold, controller: Controller, mode: Mode, is_floor: bool) -> str | None:
-    """Add a hold to a layer of this library's switches, or return the reason against it."""
+def _join(block: Entry, controller: Controller, mode: Mode, is_floor: bool) -> str | None:
+    """Add a block to a layer of this library's switches, or return the reason against it."""
     stacks = _process_stacks
     if controller.tier == "thread":
         stacks = vars(_thread).setdefault("stacks", {})
     stack = stacks.setdefault(controller, [])
     _restore_unused(stack)  # layers of blocks that another thread left
-    if not is_floor and [layer for layer in stack if layer.is_floor and layer.holds]:
+    if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
         return f"{controller.name} has no switch for {mode}"
     top = stack[-1] if stack else None
-    layer = hold.layers[controller.name] = _Layer(controller, mode, is_floor, stack)
-    layer.holds.add(hold)
+    layer = block.layers[controller.name] = _Layer(controller, mode, is_floor, stack)
+    layer.blocks.add(block)
     stack.append(layer)
     values = controller.save()
     if top is not None and top.mode is mode and top.is_floor is is_floor and top.inside == values:
-        top.holds.add(hold)
-        hold.layers[controller.name] = top
+        top.blocks.add(block)
+        block.layers[controller.name] = top
         stack.remove(layer)
     else:
         layer.saved = values
@@ -138,14 +131,14 @@ def _join(hold: Hold, controller: Controller, mode: Mode, is_floor: bool) -> str
     return None
 
 
-def release(hold: Hold) -> list[str]:
-    """Remove a hold from its layers and restore the switches; return sentences about problems."""
+def release(block: Entry) -> list[str]:
+    """Remove a block from its layers and restore the switches; return sentences about problems."""
     remarks: list[str] = []
     with lock:
-        for name, layer in hold.layers.items():
-            for other in layer.stack:  # after an exception in `_join` the hold may be in two
-                other.holds.discard(hold)
-            if layer.controller.tier == "thread" and hold.thread != get_ident():
+        for name, layer in block.layers.items():
+            for other in layer.stack:  # after an exception in `_join` the block may be in two
+                other.blocks.discard(block)
+            if layer.controller.tier == "thread" and block.thread != get_ident():
                 remarks.append(
                     f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value "
                     "there until the next block begins there"
@@ -156,15 +149,15 @@ def release(hold: Hold) -> list[str]:
 
 
 def _restore_unused(stack: list[_Layer]) -> list[str]:
-    """Remove the layers without holds from the top of a stack, and restore the values saved in them."""
+    """Remove the layers without blocks from the top of a stack, and restore the values saved in them."""
     remarks: list[str] = []
-    while stack and not stack[-1].holds:
+    while stack and not stack[-1].blocks:
         layer = stack[-1]
         try:
-            layer.holds.add(_RESTORING)
+            layer.blocks.add(_RESTORING)
             sentences, error = attempt(layer.controller, layer.restore)
         finally:
-            layer.holds.discard(_RESTORING)
+            layer.blocks.discard(_RESTORING)
         if error is not None:
             sentences = [f"the switches of {layer.controller.name} could not be restored: {error}"]
         remarks += sentences or []
