@@ -91,8 +91,8 @@ void make_terms(Work& w, const lp_scheme& s, bool pairs) {
                 if (ca > complex_a || cb > complex_b) continue;
                 lp::Term& term = w.terms[w.term_count++];
                 const int pair_a = s.pair_count ? s.pair_a[i] : 0, pair_b = s.pair_count ? s.pair_b[i] : 0;
-                term.a = (int16_t)((ca * w.a.all_parts() + pair_a) * each + sub % each);
-                term.b = (int16_t)((cb * w.b.all_parts() + pair_b) * each + sub / each);
+                term.a = (int16_t)((ca * w.a.all_parts() + pair_a) * each + (sub & pairs));
+                term.b = (int16_t)((cb * w.b.all_parts() + pair_b) * each + (sub >> pairs));
                 term.factor = (s.pair_count ? s.factor[i] : 1) * (ca && cb ? -1.0f : 1.0f);
                 term.plane = (int8_t)plane;
                 term.adds = begun[plane];

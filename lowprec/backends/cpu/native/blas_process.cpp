@@ -20,7 +20,7 @@ thread_local int lapack_depth;  // in a routine that is counted at its entry
 
 struct Slot {
     std::atomic<uint64_t> key;  // 0: free
-    std::atomic<int64_t> calls, multiplications;
+    std::atomic<int64_t> calls, multiplications;  // the latter of products of any shape
     lp_blas_count kind;
 };
 const int SHAPES = 512, PROBES = 8, KINDS = MOST_COUNTS - SHAPES;
@@ -93,9 +93,10 @@ int take_counts(Scope& scope, lp_blas_count* rows) {
     int found = 0;
     for (Slot& slot : scope.slots) {
         if (!slot.calls) continue;
-        rows[found] = slot.kind;
-        rows[found].calls = slot.calls.exchange(0);
-        rows[found++].multiplications = slot.multiplications.exchange(0);
+        lp_blas_count& row = rows[found++];
+        row = slot.kind;
+        row.calls = slot.calls.exchange(0);
+        row.multiplications = row.m ? row.calls * row.m * row.n * row.k : slot.multiplications.exchange(0);
     }
     return found;
 }
@@ -103,6 +104,29 @@ int take_counts(Scope& scope, lp_blas_count* rows) {
 }  // namespace
 
 // -- callers -----------------------------------------------------------------------------------------
+
+}  // namespace lp::blas
+
+// Python's functions, which are null in another process.
+extern "C" {
+[[gnu::weak]] int PyGILState_Check();
+[[gnu::weak]] void* PyGILState_GetThisThreadState();
+[[gnu::weak]] int PyGILState_Ensure();
+[[gnu::weak]] void PyGILState_Release(int);
+[[gnu::weak]] int PyGC_Disable();
+[[gnu::weak]] int PyGC_Enable();
+[[gnu::weak]] void* PyEval_GetFrame();
+[[gnu::weak]] void* PyFrame_GetBack(void*);
+[[gnu::weak]] int PyFrame_GetLineNumber(void*);
+[[gnu::weak]] void* PyObject_GetAttrString(void*, const char*);
+[[gnu::weak]] void* PyDict_GetItemString(void*, const char*);
+[[gnu::weak]] const char* PyUnicode_AsUTF8(void*);
+[[gnu::weak]] void Py_DecRef(void*);
+[[gnu::weak]] void PyErr_Fetch(void**, void**, void**);
+[[gnu::weak]] void PyErr_Restore(void*, void*, void*);
+}
+
+namespace lp::blas {
 
 namespace {
 
@@ -137,88 +161,34 @@ int library_of(const void* caller) {
 
 bool is_of_solver(const void* caller) { return library_of(caller) & IS_SOLVER; }
 
-namespace {
-
-// Python's functions that name its current function; null in another process.
-struct Python {
-    int (*has_lock)();
-    void* (*thread)();
-    int (*lock)();
-    void (*unlock)(int);
-    int (*stop_collections)();
-    int (*start_collections)();
-    void* (*frame)();
-    void* (*outer)(void*);
-    int (*line)(void*);
-    void* (*attribute)(void*, const char*);
-    void* (*item)(void*, const char*);
-    const char* (*text)(void*);
-    void (*release)(void*);
-    void (*save_error)(void**, void**, void**);
-    void (*restore_error)(void*, void*, void*);
-};
-const Python* python() {
-    static const char* const names[] = {
-        "PyGILState_Check",
-        "PyGILState_GetThisThreadState",
-        "PyGILState_Ensure",
-        "PyGILState_Release",
-        "PyGC_Disable",
-        "PyGC_Enable",
-        "PyEval_GetFrame",
-        "PyFrame_GetBack",
-        "PyFrame_GetLineNumber",
-        "PyObject_GetAttrString",
-        "PyDict_GetItemString",
-        "PyUnicode_AsUTF8",
-        "Py_DecRef",
-        "PyErr_Fetch",
-        "PyErr_Restore",
-    };
-    static void* found[sizeof names / sizeof *names];
-    static std::atomic<int> state;  // 1: found, 2: there is none
-    if (!state) {
-        bool has_all = true;
-        for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-            found[i] = dlsym(RTLD_DEFAULT, names[i]);
-            has_all = has_all && found[i];
-        }
-        state = has_all ? 1 : 2;
-    }
-    return state == 1 ? (const Python*)found : nullptr;
-}
-
 // Writes the name of the Python function, outside of NumPy, that calls. NumPy, which has no locks of its own while it
 // multiplies, has released the interpreter's lock; of other callers the name is known if they hold it.
-}  // namespace
-
 void name_function(const void* caller, char* to, size_t size, bool has_line) {
-    const Python* py = python();
-    if (!py || !py->thread()) return;
-    if (!py->has_lock() && !(library_of(caller) & IS_NUMPY)) return;
-    const int state = py->lock();
-    const int collects = py->stop_collections();  // so that no finalizer runs
+    if (!PyGILState_Check || !PyGILState_GetThisThreadState()) return;
+    if (!PyGILState_Check() && !(library_of(caller) & IS_NUMPY)) return;
+    const int state = PyGILState_Ensure();
+    const int collects = PyGC_Disable();  // so that no finalizer runs
     void* error[3];
-    py->save_error(&error[0], &error[1], &error[2]);
-    void* frame = py->frame();  // borrowed
+    PyErr_Fetch(&error[0], &error[1], &error[2]);
+    void* frame = PyEval_GetFrame();  // borrowed
     for (void* held = nullptr; frame;) {
-        void* globals = py->attribute(frame, "f_globals");
-        void* code = py->attribute(frame, "f_code");
-        void* name = code ? py->attribute(code, "co_name") : nullptr;
-        void* module = globals ? py->item(globals, "__name__") : nullptr;
-        const char* of_module = module ? py->text(module) : "";
+        void* globals = PyObject_GetAttrString(frame, "f_globals");
+        void* code = PyObject_GetAttrString(frame, "f_code");
+        void* name = code ? PyObject_GetAttrString(code, "co_name") : nullptr;
+        void* module = globals ? PyDict_GetItemString(globals, "__name__") : nullptr;
+        const char* of_module = module ? PyUnicode_AsUTF8(module) : "";
         const bool is_numpy = of_module && !strncmp(of_module, "numpy", 5) && (!of_module[5] || of_module[5] == '.');
-        if (!is_numpy && name) snprintf(to, size, "%s.%s", of_module ? of_module : "", py->text(name));
+        if (!is_numpy && name) snprintf(to, size, "%s.%s", of_module ? of_module : "", PyUnicode_AsUTF8(name));
         const size_t length = strlen(to);
-        if (length && has_line) snprintf(to + length, size - length, ":%d", py->line(frame));
-        void* outer = is_numpy ? py->outer(frame) : nullptr;
+        if (length && has_line) snprintf(to + length, size - length, ":%d", PyFrame_GetLineNumber(frame));
+        void* outer = is_numpy ? PyFrame_GetBack(frame) : nullptr;
         for (void* each : {name, code, globals, held})
-            if (each) py->release(each);
+            if (each) Py_DecRef(each);
         frame = held = outer;
     }
-    py->restore_error(error[0], error[1], error[2]);
-    if (collects) py->start_collections();
-    py->unlock(state);
+    PyErr_Restore(error[0], error[1], error[2]);
+    if (collects) PyGC_Enable();
+    PyGILState_Release(state);
 }
 
 namespace {
@@ -275,7 +245,7 @@ void count(Scope* scope, const Call& call, Reason reason, int mode) {
     }
     const int64_t SAMPLED = 256;  // calls of which the first one's function is looked up
     if (slot->calls.fetch_add(1, std::memory_order_relaxed) % SAMPLED == 0) name_slot(*slot, call.caller);
-    slot->multiplications.fetch_add(call.multiplications, std::memory_order_relaxed);
+    if (!is_of_shape) slot->multiplications.fetch_add(call.multiplications, std::memory_order_relaxed);
 }
 
 }  // namespace lp::blas

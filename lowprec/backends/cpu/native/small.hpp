@@ -11,6 +11,7 @@ template <class U> struct Small {
     typedef bool Multiply(lp::Work&);
     static constexpr int P = G::P, MOST_ROWS = BLOCKING.small_rows, MOST_VECTORS = BLOCKING.small_vectors;
     static constexpr int MOST_DWORDS = BLOCKING.small_dwords, ROWS = BLOCKING.small_at_once;
+    static constexpr int FEW = 64;  // packed vectors up to which these are on the stack
 
     // Whether all numbers are within the same limits.
     INLINE bool within(const Extrema& x) {
@@ -34,7 +35,7 @@ template <class U> struct Small {
         constexpr bool AS_STORED = U::ELEMENT == E_F32 && TYPE == LP_F32 && FORMAT == LP_EXACT;
         alignas(64) char copies[P][4 * W];
         const char* at[P];
-        Acc begin[MOST_VECTORS + 1] = {};
+        Acc begin[G::OFFSET ? MOST_VECTORS + 1 : 1] = {};
         Extrema extrema[2] = {{u32v{}, ~u32v{}}, {u32v{}, ~u32v{}}};
         auto pack = [&](const Source& s, bool of_a, u32v* to) __attribute__((always_inline)) {
             if constexpr (FINDS) *to = extrema[of_a].rounded(get<u32v>(at[0]));
@@ -46,20 +47,23 @@ template <class U> struct Small {
         int64_t lda = p.a.lane, ldb = p.b.k, vector = W;
         const bool plain = adds_nothing(p) && p.out.col == 1 && (G::FLOATS || p.out.type == LP_I32);
         const bool packs_a = !AS_STORED || p.a.lane_offsets, packs_b = !AS_STORED || n % W;
-        u32v* packed_a = nullptr;
-        const int64_t vectors = MOST_ROWS * MOST_DWORDS / W + MOST_VECTORS * MOST_DWORDS;
-        if (packs_a || packs_b) packed_a = (u32v*)p.memory.of(sizeof(u32v) * vectors);
-        if ((packs_a || packs_b) && !packed_a) return false;
-        u32v* const packed_b = packed_a + MOST_ROWS * MOST_DWORDS / W;
+        u32v few[FEW], *packed_a = few;
+        const int64_t vectors_a = packs_a ? m * blocks : 0, vectors_b = packs_b ? (n + W - 1) / W * dwords : 0;
+        if (vectors_a + vectors_b > FEW) packed_a = (u32v*)p.memory.of(sizeof(u32v) * (vectors_a + vectors_b));
+        if (!packed_a) return false;
+        u32v* const packed_b = packed_a + vectors_a;
         if (packs_a) {
             a = (const uint32_t*)packed_a;
             lda = blocks * W;
-            for (int i = 0; i < m; i++) {
+            const bool is_one_run = k % (P * W) == 0 && p.a.lane == k && !p.a.lane_offsets;  // of all rows
+            const int rows = is_one_run ? 1 : m, numbers = is_one_run ? m * k : k;
+            u32v* to = packed_a;
+            for (int i = 0; i < rows; i++) {
                 const char* row = p.a.at + p.a.lane_offset(i) * SIZE;
-                for (int block = 0, from = 0; block < blocks; block++, from += P * W) {
+                for (int from = 0; from < numbers; from += P * W, to++) {
                     UNROLLED(q, RUN == ALONG_K ? P : 1)
-                        at[q] = run(row + (from + q * W) * SIZE, (k - from - q * W) * SIZE, ALONG_K, copies[q]);
-                    pack(p.a, true, packed_a + i * blocks + block);
+                        at[q] = run(row + (from + q * W) * SIZE, (numbers - from - q * W) * SIZE, ALONG_K, copies[q]);
+                    pack(p.a, true, to);
                 }
             }
         }
@@ -67,24 +71,25 @@ template <class U> struct Small {
             b = (const uint32_t*)packed_b;
             ldb = W;
             vector = dwords * W;
-            for (int d = 0; d < dwords; d++)
-                for (int v = 0; v * W < n; v++) {
-                    u32v& to = packed_b[v * dwords + d];
+            u32v* to = packed_b;
+            for (int v = 0; v * W < n; v++)
+                for (int d = 0; d < dwords; d++, to++) {
                     UNROLLED(q, P) {
                         const int row = d / W * P * W + order<U::ELEMENT>(d % W, q);
                         const int64_t bytes = row < k ? (n - v * W) * SIZE : 0;
                         at[q] = run(p.b.at + (row * p.b.k + v * W) * SIZE, bytes, RUN, copies[q]);
                     }
-                    pack(p.b, false, &to);
+                    pack(p.b, false, to);
                     if constexpr (G::OFFSET) {
-                        const u32v sum = (u32v)U::dot(Acc{}, all(0x80808080u), to);
+                        const u32v sum = (u32v)U::dot(Acc{}, all(0x80808080u), *to);
                         begin[v] = plus(begin[v], (Acc)(0 - sum));
                     }
                 }
         }
         if (FINDS && !(within(extrema[0]) && within(extrema[1]))) return false;
         // The operands of the next product are prefetched by and by: a burst of all would wait for memory.
-        const int lines = (SIZE * k * (m > n ? m : n) / 64) / ((m + ROWS - 1) / ROWS * ((n + 2 * W - 1) / (2 * W))) + 1;
+        const int steps = (m + ROWS - 1) / ROWS * ((n + 2 * W - 1) / (2 * W));
+        const int lines = p.a.next || p.b.next ? (SIZE * k * (m > n ? m : n) / 64) / steps + 1 : 0;
         Packed packed{a, b, lda, ldb, vector, dwords, lines, plain, begin, p.a.at + p.a.next, p.b.at + p.b.next};
         if constexpr (AS_STORED) multiply_packed(p, packed);
         else multiply_shared(p, packed);  // as fast but for the smallest products, and the machine code is large
@@ -123,7 +128,7 @@ template <class U> struct Small {
             const uint32_t *row[R], *from = x.b + first * x.vector;
             UNROLLED(r, R) {
                 row[r] = x.a + (i + r < m ? i + r : m - 1) * x.lda;
-                UNROLLED(v, V) acc[r][v] = x.begin[first + v];
+                UNROLLED(v, V) acc[r][v] = G::OFFSET ? x.begin[first + v] : Acc{};
             }
             for (int line = 0; line < x.lines; line++, x.next_a += 64, x.next_b += 64) {
                 __builtin_prefetch(x.next_a);
