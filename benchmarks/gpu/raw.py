@@ -93,22 +93,22 @@ class LtProduct:
             return bindings.create("matrix_layout", (_cuda(dtype), rows, columns, rows), {})
 
         result = layout(out_dtype, n, m)
-        self.product = bindings.MatmulDescriptors(
-            operation, layout(b.dtype.name, n, k), layout(a.dtype.name, k, m), result, result
-        )
+        layouts = (layout(b.dtype.name, n, k), layout(a.dtype.name, k, m), result, result)
+        self._descriptors = (operation, *layouts)
+        self.pointers = tuple(x.pointer for x in self._descriptors)
 
     def algorithms(
         self, count: int, schemes: Sequence[str] = FULL_REDUCTIONS
     ) -> tuple[Algorithm, ...]:
         """Return up to `count` algorithms as the heuristics rank them; none where the product is not supported."""
         wanted = bindings.preference(WORKSPACE_BYTES, 256, schemes)
-        return bindings.heuristics(handle(), self.product, wanted, count)
+        return bindings.heuristics(handle(), self.pointers, wanted, count)
 
     def bound(self, algorithm: Algorithm) -> Callable[[], None]:
         """Return the bare call: it queues the product and does nothing else."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
         factors = np.array([1, 0], self.scale_dtype)
-        operation, first, second, c_layout, d_layout = self.product.pointers
+        operation, first, second, c_layout, d_layout = self.pointers
         at = factors.ctypes.data
         arguments = (
             handle(), operation, at, self._first, first, self._second, second, at + factors.itemsize,

@@ -108,7 +108,7 @@ def _known(invocation: Invocation, handle: int) -> Algorithm | None:
         data = bytes.fromhex(choice["algorithm"])
     except (KeyError, TypeError, ValueError):  # missing or damaged
         return None
-    algorithm = bindings.check_algorithm(handle, invocation.descriptors, data)
+    algorithm = bindings.check_algorithm(handle, invocation.pointers, data)
     if algorithm is None or algorithm.workspace_bytes > invocation.workspace_bytes:
         return None
     return algorithm

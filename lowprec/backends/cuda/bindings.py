@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -139,22 +139,12 @@ class Algorithm(NamedTuple):
     workspace_bytes: int
 
 
-class MatmulDescriptors(NamedTuple):
-    """The descriptors of one product."""
-
-    operation: Descriptor
-    a: Descriptor
-    b: Descriptor
-    c: Descriptor
-    d: Descriptor
-
-    @property
-    def pointers(self) -> tuple[int, ...]:
-        return tuple(x.pointer for x in self)
+#: Pointers to the descriptors of a product: the operation, a, b, c and d.
+Pointers: TypeAlias = tuple[int, ...]
 
 
 def heuristics(
-    handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int
+    handle: int, pointers: Pointers, wanted: Descriptor, count: int
 ) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; may be empty."""
     cublas_lt = libraries().cublas_lt
@@ -162,7 +152,7 @@ def heuristics(
     returned = np.zeros(1, np.int32)
     try:
         cublas_lt.matmul_algo_get_heuristic(
-            handle, *descriptors.pointers, wanted.pointer, count, results.ptr, returned.ctypes.data
+            handle, *pointers, wanted.pointer, count, results.ptr, returned.ctypes.data
         )
     except cublas_lt.cuBLASLtError as error:
         if int(error.status) == _NOT_SUPPORTED:
@@ -182,9 +172,7 @@ def _supported(results: Any, count: int) -> tuple[Algorithm, ...]:
     return tuple(found)
 
 
-def check_algorithm(
-    handle: int, descriptors: MatmulDescriptors, algorithm: bytes
-) -> Algorithm | None:
+def check_algorithm(handle: int, pointers: Pointers, algorithm: bytes) -> Algorithm | None:
     """Return a stored algorithm if it can run this product on this device, None if it cannot."""
     cublas_lt = libraries().cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
@@ -192,7 +180,7 @@ def check_algorithm(
     result = cublas_lt.MatmulHeuristicResult(1)
     data = np.frombuffer(algorithm, np.uint8).copy()
     try:
-        cublas_lt.matmul_algo_check(handle, *descriptors.pointers, data.ctypes.data, result.ptr)
+        cublas_lt.matmul_algo_check(handle, *pointers, data.ctypes.data, result.ptr)
     except cublas_lt.cuBLASLtError:
         return None
     for supported in _supported(result, 1):

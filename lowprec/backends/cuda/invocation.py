@@ -16,7 +16,7 @@ import numpy as np
 from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import bindings, handles, memory, runtime
-from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
+from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor
 from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
@@ -121,9 +121,10 @@ class Invocation:
         self._product = product
         self._offsets = byte_offsets(call)
         with bindings.translated(f"prepare {product}"):
-            self.descriptors = _descriptors(call, operands)
+            self._descriptors = _descriptors(call, operands)
+            self.pointers = tuple(x.pointer for x in self._descriptors)
             #: Descriptors of the operation that are not in use by a thread, with the pointers set in them.
-            self._idle = [(self.descriptors.operation, operands.attributes)]
+            self._idle = [(self._descriptors[0], operands.attributes)]
             choices = [x for x in choose(self) if x.data not in self.failures]
             if not choices:
                 first_errors = list(self.failures.values())[:1]
@@ -137,7 +138,6 @@ class Invocation:
         """Use this algorithm from now on, or the first of ``others`` that runs if its first use fails."""
         self._others: tuple[Algorithm, ...] | None = others
         data = np.frombuffer(algorithm.data, np.uint8).copy()
-        self._pointers = self.descriptors.pointers
         self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
         self.algorithm = algorithm
 
@@ -197,7 +197,7 @@ class Invocation:
                     handle, stream, alpha, beta, pointers, (address, needed_bytes), operation
                 )
             return
-        shared, first_layout, second_layout, c_layout, d_layout = self._pointers
+        shared, first_layout, second_layout, c_layout, d_layout = self.pointers
         matmul = libraries().cublas_lt.matmul
         try:
             for first, second, c, d in pointers:
@@ -250,7 +250,7 @@ class Invocation:
         for workspace_bytes in (self.workspace_bytes, 0):
             wanted = bindings.preference(workspace_bytes, self.alignment_bytes, schemes)
             with runtime.relaxed_capture():
-                algorithms = bindings.heuristics(handle, self.descriptors, wanted, count)
+                algorithms = bindings.heuristics(handle, self.pointers, wanted, count)
             if algorithms:
                 return algorithms
         return ()
@@ -283,7 +283,9 @@ def _operation(call: CublasLtCall) -> Descriptor:
     return operation
 
 
-def _descriptors(call: CublasLtCall, operands: LtOperands) -> MatmulDescriptors:
+def _descriptors(call: CublasLtCall, operands: LtOperands) -> tuple[Descriptor, ...]:
+    """Return the descriptors of the operation, the operands, C and D."""
+
     def layout(x: LtMatrix) -> Descriptor:
         stored = (x.cuda_data_type, x.rows, x.cols, x.leading_dimension)
         batch = {}
@@ -299,7 +301,7 @@ def _descriptors(call: CublasLtCall, operands: LtOperands) -> MatmulDescriptors:
         c = layout(call.c)
     operation = _operation(call)
     _set_pointers(operation, operands)
-    return MatmulDescriptors(operation, layout(call.first), layout(call.second), c, d)
+    return operation, layout(call.first), layout(call.second), c, d
 
 
 def byte_offsets(call: CublasLtCall) -> list[tuple[int, ...]]:
