@@ -40,7 +40,6 @@ class PassedBy(StrEnum):
     LONG = "the inner dimension is too long for one sum of the mode"
     NO_MEMORY = "no memory for the operands of the product"
     PRECISION = "the program chooses its precision"
-    UNREACHED = "a function that cannot be replaced"
     REFUSED = "refused by lowprec"
     OTHER_THREAD = "another thread or task, outside the block"
     NOT_VISIBLE = "not visible: a package that calls no operators was loaded"
