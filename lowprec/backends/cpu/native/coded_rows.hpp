@@ -51,7 +51,7 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
     typedef Coded<TYPE> C;
     typedef typename U::Acc Acc;
     constexpr int PER = C::PER, AHEAD = 2048;
-    constexpr bool IS_E4M3 = TYPE == LP_MXFP8 || TYPE == LP_CODES_E4M3;
+    constexpr bool IS_E4M3 = TYPE == LP_MXFP8 || TYPE == LP_CODES_E4M3, BY_HALVES = W > 4 && IS_E4M3;
     const int64_t block = C::block(f.b), end = f.step + f.dwords;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
@@ -67,10 +67,13 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         [[maybe_unused]] NanLanes nan[V];
         const uint32_t* a = f.a;
         uint32_t* kept = f.kept ? f.kept + at : nullptr;
+        // A row of E4M3 codes as float16: read from memory, they are widened without a shuffle.
+        alignas(64) [[maybe_unused]] uint16_t halves[V][BY_HALVES ? 4 * W : 1];
         auto multiply = [&](const char* codes, int64_t k) __attribute__((always_inline)) {
             f32v x[V];
             UNROLLED(v, V) {
-                x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]);
+                if constexpr (BY_HALVES) x[v] = load_f16_as<f32v>(halves[v] + k * W) * 0x1p8f;
+                else x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]);
                 if (has_scales(TYPE)) x[v] *= scale[v];
                 if (kept) put(kept + v * W, bits(x[v]));
             }
@@ -91,7 +94,9 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
                 UNROLLED(v, V) {
                     __builtin_prefetch(codes + v * each + AHEAD);
                     if constexpr (IS_E4M3) nan[v].see(codes + v * each);
+                    if constexpr (BY_HALVES) halves_of_e4m3(codes + v * each, halves[v]);
                 }
+                if constexpr (BY_HALVES) __asm__ volatile("" : "+m"(halves));  // not from registers
                 if (k + PER <= stop) {
                     UNROLLED(j, PER) multiply(codes, j);
                 } else {

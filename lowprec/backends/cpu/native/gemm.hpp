@@ -241,10 +241,15 @@ template <class U> struct Gemm {
         const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
         const uint32_t* const packed_a = j.own_a ? memory + j.a_at : j.packed + k0 * j.slots_a * M * W;
         if (j.own_a) j.pack_a(p.a, LAYOUT_A, m0, m1, k0, k1, memory + j.a_at, j.strip_a);
-        if (j.own_b) j.pack_b(p.b, LAYOUT_B, n0, n1, k0, k1, memory, j.strip_b);
+        const bool by_strip = j.own_b && p.b.is_stored;
+        if (j.own_b && !by_strip) j.pack_b(p.b, LAYOUT_B, n0, n1, k0, k1, memory, j.strip_b);
         Ahead ahead(j, n0, n1, k0, k1);
         for (int64_t n = n0; n < n1; n++) {  // loop 2
             uint32_t* strip = j.own_b ? memory + (n - n0) * j.strip_b : j.packed + (n - j.first_n) * j.strip_b;
+            if (by_strip) {
+                strip = memory;
+                j.pack_b(p.b, LAYOUT_B, n, n + 1, k0, k1, strip, j.strip_b);
+            }
             uint32_t* b = j.own_b ? strip : strip + k0 * j.slots_b * N * W;
             const int32_t* sums = nullptr;
             if (OFFSET && j.own_b) sums = sum_columns(b, k1 - k0, j.strip_b);
@@ -405,10 +410,12 @@ template <class U> struct Gemm {
             bool along_k = p.b.k == 1;
             j.grid_m = 1;
             j.task_m = j.strips_m;
-            j.task_n = along_k ? 2 : (p.b.is_stored ? 4 : 8) << (P > 1);
-            while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
+            // Stored codes are decoded a strip at a time. Each task reads all of a, so that few are faster.
+            j.task_n = p.b.is_stored ? 32 : (along_k ? 2 : 8 << (P > 1));
+            const int64_t tasks = (p.b.is_stored ? 4 : 2) * threads;
+            while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < tasks) j.task_n /= 2;
             j.strip_b = strip_dwords(least(j.chunk, j.blocks), j.slots_b);
-            j.a_at = j.acc_at = j.task_n * j.strip_b;
+            j.a_at = j.acc_at = (p.b.is_stored ? 1 : j.task_n) * j.strip_b;
             const int64_t all_a = j.strips_m * j.blocks * j.slots_a * M * W;
             j.own_a = 4 * all_a > LONG_BYTES && j.strips_n <= 4 * j.task_n;
             j.strip_a = (j.own_a ? a_strip : all_a / j.strips_m) + PAD;

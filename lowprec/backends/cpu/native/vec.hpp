@@ -16,6 +16,7 @@ template <class V> static inline V bf16_of_e4m3(V codes);  // if W is 16
 template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, V significands);  // if W is 16
 template <class V> static inline void narrow_u8(void* to, V x);  // if W is 16
 template <class F, class V> static inline F e2m1(V codes);  // if W is 8 or 16
+static inline void halves_of_e4m3(const void* codes, uint16_t* to);  // 4 * W codes, if W is 8 or 16
 
 using lp::bits_of;
 using lp::block_of;

@@ -27,6 +27,13 @@ template <class V> static inline V small_e4m3(const void* at) {
     const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)), 7);
     return (V)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));
 }
+// Those of 64 codes, as float16.
+static inline void halves_of_e4m3(const void* at, uint16_t* to) {
+    for (int i = 0; i < 2; i++) {
+        const __m512i x = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)at + i)), 7);
+        _mm512_store_si512((__m512i*)to + i, _mm512_and_si512(x, _mm512_set1_epi16((short)0xbfff)));
+    }
+}
 template <class H, class V> static inline H narrowed_f16(V x) {
     return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 }

@@ -21,6 +21,13 @@ template <class V> static inline V small_e4m3(const void* at) {
     const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)at)), 7);
     return (V)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbfff)));
 }
+// Those of 32 codes, as float16.
+static inline void halves_of_e4m3(const void* at, uint16_t* to) {
+    for (int i = 0; i < 2; i++) {
+        const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at + i)), 7);
+        _mm256_store_si256((__m256i*)to + i, _mm256_and_si256(x, _mm256_set1_epi16((short)0xbfff)));
+    }
+}
 template <class H, class V> static inline H narrowed_f16(V x) {
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 }
