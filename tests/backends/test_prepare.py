@@ -422,7 +422,10 @@ def test_16_bits_stay_16_bits(rng, machine, dtype, layout):
         b = numbers(rng, dtype, 2 * k, 3 * n)[::2, ::3]
     for m in (1, 8, 31, 60):
         for element in ("float32", dtype):
-            prepared = check(numbers(rng, element, m, k), b, None)
+            a = numbers(rng, element, m, k)
+            prepared = check(a, b, None)
+            # Tiles multiply float16 as two bfloat16 parts.
+            parts = 2 if lowprec.plan(a, prepared).kernel.endswith("_pair") else 1
             # Whole blocks of 64 numbers along k.
             is_kept_so = machine == "this machine" and library.library() is not None
-            assert not is_kept_so or prepared.packed_bytes <= 2 * (k + 63) * n
+            assert not is_kept_so or prepared.packed_bytes <= 2 * parts * (k + 63) * n
