@@ -88,15 +88,7 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
     acts = scheme.acts(compute_dtype)
     fmt = operand_format(mode, compute_dtype)
     rounded = _rounded(problem, fmt if acts else None)
-    kind = block_kind(problem, capabilities)
-    group = BLOCK_KINDS[kind].group if kind else 1
-    if (problem.k_chunk or 0) % group:
-        raise UnsupportedError(
-            f"k_chunk is {problem.k_chunk}, but {kind} adds groups of {group} products; pass a multiple"
-        )
-    operands = kind or format_name(fmt)
-    if _multiplies_integers(problem, capabilities):
-        operands = BLOCKS
+    operands = _kind_of_blocks(problem, capabilities) or format_name(fmt)
     is_chunked = (problem.k_chunk or layout.k) < layout.k
     emulation = scheme.emulation if acts else None
     kernel, passed_over = choose_kernel(
@@ -128,6 +120,19 @@ def _plan(checked: _Checked, mode: Mode) -> GemmPlan:
         copies=(),
     )
     return _with_copies(plan)
+
+
+def _kind_of_blocks(problem: GemmProblem, capabilities: Capabilities) -> str:
+    """Return the operands of the kernel that reads codes of blocks; empty if the numbers are multiplied."""
+    if _multiplies_integers(problem, capabilities):
+        return BLOCKS
+    kind = block_kind(problem, capabilities)
+    group = BLOCK_KINDS[kind].group if kind else 1
+    if (problem.k_chunk or 0) % group:
+        raise UnsupportedError(
+            f"k_chunk is {problem.k_chunk}, but {kind} adds groups of {group} products; pass a multiple"
+        )
+    return kind
 
 
 def _schedule(
