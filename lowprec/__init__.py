@@ -45,7 +45,7 @@ if typing.TYPE_CHECKING:
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
     from lowprec.comparing import compare
-    from lowprec.contractions import einsum, linear, tensordot, vecdot
+    from lowprec.contractions import conv, einsum, linear, tensordot, vecdot
     from lowprec.core.plan_call import plan
     from lowprec.core.prepare import PreparedOperand, prepare
     from lowprec.core.quantize import quantize
@@ -61,7 +61,7 @@ _LAZY = {
         name: f"lowprec.{name}"
         for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "testing", "torch")
     },
-    **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
+    **dict.fromkeys(("conv", "einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
     **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
     "QuantizedArray": "lowprec.arrays.quantized",
     "quantize": "lowprec.core.quantize",
@@ -85,9 +85,10 @@ __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "Format", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
     "QuantizedArray", "Recipe", "SettingError", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError",
-    "__version__", "amp", "audit", "autotune", "check", "compare", "cublas_handle", "einsum", "emulate", "emulation",
-    "fp32_guard", "get_math_mode", "info", "intercept", "linalg", "linear", "math_mode", "matmul", "plan", "prepare",
-    "profile", "quantize", "register_controller", "release_memory", "set_math_mode", "tensordot", "testing", "vecdot",
+    "__version__", "amp", "audit", "autotune", "check", "compare", "conv", "cublas_handle", "einsum", "emulate",
+    "emulation", "fp32_guard", "get_math_mode", "info", "intercept", "linalg", "linear", "math_mode", "matmul", "plan",
+    "prepare", "profile", "quantize", "register_controller", "release_memory", "set_math_mode", "tensordot", "testing",
+    "vecdot",
 ]  # fmt: skip
 
 

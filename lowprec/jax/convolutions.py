@@ -10,11 +10,15 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowprec.contractions import BoundConvolution
+from lowprec.core.dispatch import matmul
 from lowprec.jax.lowering import Contraction, GeneralConvolution, computed, rounds_vectors
-from lowprec.modes import parse_mode
+from lowprec.modes import Mode, ResolvedMode, parse_mode
+from lowprec.planning import Activation
 
 _GROUPED = Contraction((((2,), (2,)), ((0,), (0,))), None)
 
@@ -23,6 +27,53 @@ def convolve(x: Any, weight: Any, params: dict[str, Any], **options: Any) -> Any
     """Convolve two arrays by the parameters of ``lax.conv_general_dilated``; options as of ``computed``."""
     if not rounds_vectors(parse_mode(options["mode"])):
         return computed(x, weight, None, GeneralConvolution(params), **options)
+    return _multiplied(x, weight, params, lambda a, b: computed(a, b, None, _GROUPED, **options))
+
+
+def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: Mode) -> Any:
+    """Return the convolution of arrays that JAX traces or shards, as a product that it differentiates."""
+    s = checked.shape
+    axes = tuple(range(2 + len(s.kernel)))
+    params: dict[str, Any] = {
+        "dimension_numbers": lax.ConvDimensionNumbers(axes, axes, axes),
+        "feature_group_count": s.groups,
+        "batch_group_count": 1,
+        "window_strides": s.stride,
+        "padding": [(p, p) for p in s.padding],
+        "lhs_dilation": (1,) * len(s.kernel),
+        "rhs_dilation": s.dilation,
+    }
+    weight = jnp.asarray(checked.weight)
+    if checked.given.transposed:
+        weight = weight.reshape(s.groups, s.filters, s.channels, *s.kernel).swapaxes(1, 2)
+        weight = jnp.flip(weight.reshape(-1, s.filters, *s.kernel), axes[2:])
+        reach = [d * (k - 1) for d, k in zip(s.dilation, s.kernel, strict=True)]
+        lows = [n - p for n, p in zip(reach, s.padding, strict=True)]
+        params["window_strides"] = (1,) * len(s.kernel)
+        params["lhs_dilation"] = s.stride
+        params["padding"] = [
+            (low, n + d - 1 - t * (r - 1) - low)
+            for low, n, d, t, r in zip(lows, s.images, reach, s.stride, s.results, strict=True)
+        ]
+    out = _multiplied(
+        jnp.asarray(checked.x),
+        weight,
+        params,
+        lambda a, b: matmul(
+            a, jnp.matrix_transpose(b), math_mode=resolved.mode, backward_mode=backward
+        ),
+    )
+    if checked.bias is not None:
+        out = out + jnp.expand_dims(checked.bias, axes[1:-1])
+    if checked.activation is None:
+        return out
+    if checked.activation is Activation.GELU:
+        return jax.nn.gelu(out, approximate=True)
+    return getattr(jax.nn, checked.activation.value)(out)
+
+
+def _multiplied(x: Any, weight: Any, params: dict[str, Any], multiply: Any) -> Any:
+    """Return a convolution by a function that multiplies (groups, rows, k) by (groups, columns, k)."""
     numbers = params["dimension_numbers"]
     images = jnp.transpose(x, numbers.lhs_spec)
     kernels = jnp.transpose(weight, numbers.rhs_spec)
@@ -42,7 +93,7 @@ def convolve(x: Any, weight: Any, params: dict[str, Any], **options: Any) -> Any
     rows = jnp.transpose(windows, (0, 1, *positions, 2, *of_kernel))
     a = rows.reshape(groups, prod(extents), channels * prod(kernel))
     b = kernels.reshape(groups, filters // groups, -1)
-    out = computed(a, b, None, _GROUPED, **options)
+    out = multiply(a, b)
     out = jnp.moveaxis(out, 0, 1).reshape(extents[0], *extents[1:], filters)
     out = jnp.moveaxis(out, -1, 1)
     order = sorted(range(out.ndim), key=numbers.out_spec.__getitem__)

@@ -5,27 +5,86 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lowprec.arrays import library_of
+from lowprec.arrays.view import Array
+from lowprec.core.convolution_shapes import Convolution, ConvolutionArguments
+from lowprec.core.convolutions import Products
+from lowprec.core.direct_convolutions import DirectProducts, suits
 from lowprec.core.interception_report import PassedBy
 from lowprec.modes import ResolvedMode
 from lowprec.torch.accounting import Found
 from lowprec.torch.aten import Kernel
-from lowprec.torch.convolution_shapes import Convolution, ConvolutionArguments
-from lowprec.torch.convolutions import Products
-from lowprec.torch.direct_convolutions import DirectProducts, suits
 from lowprec.torch.layer_names import NAMES, Part
 from lowprec.torch.operator_products import OperatorProduct, computed, operator_kernel
 from lowprec.torch.registration import Function
 
 #: The name of all three products, in reports and rules.
 _NAME = "convolution"
+#: Memory formats with the channels last, by the number of axes of an image.
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
-class _Layout(NamedTuple):
+class TensorConvolution(NamedTuple):
+    """A convolution of tensors, and the order of memory of its results."""
+
     shape: Convolution
     last: bool  # whether the channels are last in memory
+
+    def empty(self, like: Tensor, n: int, channels: int, extents: tuple[int, ...]) -> Tensor:
+        """Return a new tensor (n, channels, *extents) in this order of memory."""
+        if not self.last:
+            return like.new_empty((n, channels, *extents))
+        return like.new_empty((n, *extents, channels)).movedim(-1, 1)
+
+    def products(self, dtype: torch.dtype, resolved: ResolvedMode) -> Products:
+        kind = Products
+        if dtype is torch.float32 and suits(self.shape, resolved.mode, np.float32):
+            kind = DirectProducts
+        return kind(*self, resolved, _copy)
+
+    def forward(self, products: Products, x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+        s = self.shape
+        y = self.empty(x, len(x), s.groups * s.filters, s.results)
+        products.forward(*_arrays(x, weight, bias, y))
+        return y
+
+    def of_images(self, products: Products, y: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+        s = self.shape
+        x = self.empty(y, len(y), s.groups * s.channels, s.images)
+        products.of_images(*_arrays(y, weight, bias, x))
+        return x
+
+    def of_weight(self, products: Products, x: Tensor, y: Tensor, swaps: bool) -> Tensor:
+        s = self.shape
+        found = self.empty(y, s.groups * s.filters, s.channels, s.kernel)
+        of_x, of_y, to = _arrays(x, y, found)
+        products.of_weight(of_x, of_y, to, swaps)
+        return found
+
+
+def _arrays(*tensors: Tensor | None) -> list[Any]:
+    """Return views of tensors as arrays of NumPy."""
+    return [None if t is None else library_of(t).describe(t).ndarray() for t in tensors]
+
+
+def _copy(to: Array, source: Array) -> None:
+    """Copy an array by PyTorch's threads."""
+    if to.dtype != np.float32:
+        return np.copyto(to, source)
+    torch.from_numpy(to).copy_(torch.from_numpy(source))
+    return None
+
+
+def _operands(products: Products, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the operands of the first product."""
+    return tuple(
+        torch.from_numpy(each.astype(np.float32, copy=False))
+        for each in products.operands(*_arrays(*tensors))
+    )
 
 
 def convolution_kernel(kernel: Kernel, own: Function) -> Function:
@@ -36,7 +95,7 @@ def convolution_kernel(kernel: Kernel, own: Function) -> Function:
 
 def _layout(
     given: ConvolutionArguments, x: Tensor, weight: Tensor, others: list[Tensor | None], bias: Any
-) -> _Layout | None:
+) -> TensorConvolution | None:
     """Return the convolution of these tensors; None where PyTorch computes it or raises its error."""
     for each in (weight, *others):
         if each is not None and (each.dtype != x.dtype or not each.is_cpu):
@@ -46,7 +105,22 @@ def _layout(
     shape = given.of(x, weight)
     if shape is None:
         return None
-    return _Layout(shape, given.puts_channels_last(x, weight, bias))
+    return layout_of(given, shape, x, weight, bias)
+
+
+def layout_of(
+    given: ConvolutionArguments, shape: Convolution, x: Tensor, weight: Tensor, bias: Any
+) -> TensorConvolution:
+    """Return a convolution with the order of memory of PyTorch's results, on which Inductor relies."""
+    named = given._asdict()
+    if bias is None:
+        named["bias_sizes"] = None
+    backend = torch._C._select_conv_backend(x, weight, bias=bias, **named)
+    if weight.ndim == 3:
+        x = x.contiguous().unsqueeze(2)
+        weight = weight.unsqueeze(2)
+    found = torch._C._conv_determine_backend_memory_format(x, weight, backend)
+    return TensorConvolution(shape, found in _CHANNELS_LAST)
 
 
 def _forward(found: Found, own: Function, args: Any, records: bool) -> Tensor:
@@ -62,20 +136,20 @@ def _forward(found: Found, own: Function, args: Any, records: bool) -> Tensor:
 
     def compute(products: Products, _: bool) -> Tensor:
         if given.transposed:
-            return products.of_images(x, weight, bias)
-        return products.forward(x, weight, bias)
+            return layout.of_images(products, x, weight, bias)
+        return layout.forward(products, x, weight, bias)
 
     def operands(products: Products) -> Any:
         if given.transposed:
-            return products.operands(None, x, weight)
-        return products.operands(x, None, weight)
+            return _operands(products, None, x, weight)
+        return _operands(products, x, None, weight)
 
     product = OperatorProduct(
         _NAME,
         NAMES.of_convolution(x, weight),
         [x, weight],
         layout.shape.multiplications(len(x)),
-        partial(_products, layout, x.dtype),
+        partial(layout.products, x.dtype),
         compute,
         operands,
         lambda: own(*(t.double() if isinstance(t, Tensor) else t for t in args)),
@@ -131,7 +205,7 @@ def _exact(own: Function, args: Any, i: int) -> Tensor:
 
 def _of_input(
     given: ConvolutionArguments,
-    layout: _Layout,
+    layout: TensorConvolution,
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -139,23 +213,23 @@ def _of_input(
 ) -> OperatorProduct:
     def compute(products: Products, _: bool) -> Tensor:
         if given.transposed:
-            return products.forward(gradient, weight, None)
-        return products.of_images(gradient, weight)
+            return layout.forward(products, gradient, weight)
+        return layout.of_images(products, gradient, weight)
 
     def operands(products: Products) -> Any:
         if given.transposed:
-            return products.operands(gradient, None, weight)
-        return products.operands(None, gradient, weight)
+            return _operands(products, gradient, None, weight)
+        return _operands(products, None, gradient, weight)
 
     part = Part(NAMES.of_any([weight]), "grad_input", 1)
     count = layout.shape.multiplications(len(x))
-    make = partial(_products, layout, x.dtype)
+    make = partial(layout.products, x.dtype)
     return OperatorProduct(_NAME, part, [gradient, weight], count, make, compute, operands, exact)
 
 
 def _of_weight(
     given: ConvolutionArguments,
-    layout: _Layout,
+    layout: TensorConvolution,
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -169,15 +243,8 @@ def _of_weight(
         part,
         [x, gradient],
         layout.shape.multiplications(len(x)),
-        partial(_products, layout, x.dtype),
-        lambda products, swaps: products.of_weight(images, results, swaps),
-        lambda products: products.operands(images, results, None),
+        partial(layout.products, x.dtype),
+        lambda products, swaps: layout.of_weight(products, images, results, swaps),
+        lambda products: _operands(products, images, results, None),
         exact,
     )
-
-
-def _products(layout: _Layout, dtype: torch.dtype, resolved: ResolvedMode) -> Products:
-    kind = Products
-    if suits(layout.shape, resolved.mode, dtype):
-        kind = DirectProducts
-    return kind(*layout, resolved)

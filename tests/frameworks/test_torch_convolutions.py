@@ -118,7 +118,7 @@ def test_random_convolutions_are_within_the_bound_of_their_sums(first):
 
 @pytest.mark.parametrize("first", range(0, 40, 20))
 def test_chunks_of_images_are_within_the_same_bound(first, monkeypatch):
-    monkeypatch.setattr("lowprec.torch.convolutions.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("lowprec.core.convolutions.CHUNK_BYTES", 2000)
     for seed in range(first, first + 20):
         assert_close(seed, "fp32")
 

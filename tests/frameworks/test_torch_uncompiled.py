@@ -13,6 +13,7 @@ def operands():
     torch = load_or_skip(Backend.TORCH).torch
     x = torch.eye(16) + torch.arange(256.0).reshape(16, 16) / 256
     others = {"row": x[0], "ones": torch.ones_like(x), "positive": x @ x.T, "gradients": [x * 1e-9]}
+    others["images"] = x[:, None]
     others["format"] = lowprec.Format(exponent=3, mantissa=2)
     others["decorated"] = lowprec.math_mode("bf16")(lambda x: lowprec.matmul(x, x))
     kept = {"quantized": lowprec.quantize(x, "mxfp8"), "prepared": lowprec.prepare(x)}
@@ -25,6 +26,7 @@ UNTRACED = {
     "autotune": ("lowprec.autotune(x, x)",),
     "check": ("lowprec.check(x, x, modes=['bf16'], budget=0).within",),
     "compare": ("lowprec.compare(lambda: x @ x, 'bf16').verdict",),
+    "conv": ("lowprec.conv(images, images)",),
     "emulation": ("lowprec.emulation.mma(ones, ones, ones, arch='hopper', format='bf16')",),
     "audit": ("str(lowprec.audit(libraries=['numpy'], sizes=[16]))",),
     "info": ("lowprec.info()['version']",),

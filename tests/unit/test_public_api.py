@@ -54,7 +54,7 @@ def test_first_lines_are_short_and_examples_shown(module):
     assert long == set()
 
 
-@pytest.mark.parametrize("name", ["matmul", "plan", "check", "quantize"])
+@pytest.mark.parametrize("name", ["matmul", "plan", "check", "conv", "quantize"])
 def test_every_parameter_is_documented(name):
     text = inspect.getdoc(getattr(lowprec, name)) or ""
     for parameter in inspect.signature(getattr(lowprec, name)).parameters:
@@ -97,7 +97,7 @@ def test_a_misspelt_name_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "name", ["matmul", "plan", "autotune", "linear", "einsum", "tensordot", "vecdot"]
+    "name", ["matmul", "plan", "autotune", "linear", "conv", "einsum", "tensordot", "vecdot"]
 )
 def test_signatures_show_each_argument(name):
     function = getattr(lowprec, name)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
-#: Memory formats with the channels last, by the number of axes of an image.
-_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+from lowprec.arrays.view import Array
 
 
 class Convolution(NamedTuple):
@@ -55,22 +54,21 @@ class Convolution(NamedTuple):
     def multiplications(self, count: int) -> int:
         return count * self.groups * self.filters * self.positions * self.inner
 
-    def windows(self, images: Tensor, first: int = 0, rows: int | None = None) -> Tensor:
+    def windows(self, images: Array, first: int, rows: int) -> Array:
         """Return padded images as (n, groups, channels, *kernel, rows, *others): the elements under the kernel.
 
         ``first`` and ``rows`` are of the first axis of the result.
         """
-        by_image, by_channel, *steps = images.stride()
+        by_image, by_channel, *steps = images.strides
         of_kernel = [d * s for d, s in zip(self.dilation, steps, strict=True)]
         of_result = [t * s for t, s in zip(self.stride, steps, strict=True)]
-        count = self.results[0] if rows is None else rows
-        sizes = (len(images), self.groups, self.channels, *self.kernel, count, *self.results[1:])
+        sizes = (len(images), self.groups, self.channels, *self.kernel, rows, *self.results[1:])
         strides = (by_image, by_channel * self.channels, by_channel, *of_kernel, *of_result)
-        return images.as_strided(sizes, strides, images.storage_offset() + first * of_result[0])
+        return as_strided(images[:, :, first * self.stride[0] :], sizes, strides)
 
 
 class ConvolutionArguments(NamedTuple):
-    """The arguments of ``aten::convolution`` after the tensors."""
+    """The arguments of a convolution after the arrays, as of ``aten::convolution``."""
 
     stride: Any
     padding: Any
@@ -79,14 +77,14 @@ class ConvolutionArguments(NamedTuple):
     output_padding: Any
     groups: int
 
-    def of(self, x: Tensor, weight: Tensor) -> Convolution | None:
-        """Return the convolution of an input; None where PyTorch raises its error, or nothing is multiplied."""
+    def of(self, x: Any, weight: Any) -> Convolution | None:
+        """Return the convolution of an input; None if the arguments do not fit, or nothing is multiplied."""
         axes = weight.ndim - 2
         groups = self.groups
         lists = [self.stride, self.padding, self.dilation, self.output_padding]
         if not 1 <= axes <= 3 or x.ndim != weight.ndim or groups < 1:
             return None
-        if any(len(values) not in (1, axes) for values in lists) or not x.numel():
+        if any(len(values) not in (1, axes) for values in lists) or 0 in x.shape:
             return None
         stride, padding, dilation, more = (
             tuple(int(v) for v in values) * (axes // len(values)) for values in lists
@@ -95,7 +93,7 @@ class ConvolutionArguments(NamedTuple):
             return None
         outputs, channels, *kernel = weight.shape
         inputs, *extents = x.shape[1:]
-        if not weight.numel() or outputs % groups:
+        if 0 in weight.shape or outputs % groups:
             return None
         shape = tuple(kernel), stride, padding, dilation
         if self.transposed:
@@ -120,37 +118,9 @@ class ConvolutionArguments(NamedTuple):
         found = Convolution(groups, channels, outputs // groups, *shape, tuple(extents), results)
         return found if min(results) > 0 else None
 
-    def puts_channels_last(self, x: Tensor, weight: Tensor, bias: Any) -> bool:
-        """Whether PyTorch's results have the channels last in memory; Inductor relies on it."""
-        backend = torch._C._select_conv_backend(
-            x,
-            weight,
-            bias=bias,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            transposed=self.transposed,
-            output_padding=self.output_padding,
-            groups=self.groups,
-            **({"bias_sizes": None} if bias is None else {}),
-        )
-        if weight.ndim == 3:
-            x = x.contiguous().unsqueeze(2)
-            weight = weight.unsqueeze(2)
-        found = torch._C._conv_determine_backend_memory_format(x, weight, backend)
-        return found in _CHANNELS_LAST
 
-
-def empty(shape: Any, like: Tensor, last: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a new tensor (n, channels, *extents), in whose memory the channels are the last axis if ``last``."""
-    n, channels, *extents = shape
-    if not last:
-        return like.new_empty(tuple(shape), dtype=dtype)
-    return like.new_empty((n, *extents, channels), dtype=dtype).movedim(-1, 1)
-
-
-def in_order(x: Tensor, last: bool) -> Tensor:
-    """Return a tensor (n, channels, *extents) that is contiguous, with the channels last in memory if ``last``."""
+def in_order(x: Array, last: bool) -> Array:
+    """Return an array (n, channels, *extents) that is contiguous, with the channels last in memory if ``last``."""
     if last:
-        return x.movedim(1, -1).contiguous().movedim(-1, 1)
-    return x.contiguous()
+        return np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    return np.ascontiguousarray(x)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from lowprec.arrays.view import Array, data_pointer
 from lowprec.core import lines
+from lowprec.core.convolution_shapes import Convolution
+from lowprec.core.convolutions import Products
 from lowprec.modes import MathMode, Mode
-from lowprec.torch.convolution_shapes import Convolution, empty
-from lowprec.torch.convolutions import Products
 
 #: Products of channels and filters of a group up to which sums of lines are faster than products of matrices.
 _MOST_PRODUCTS = 16
@@ -24,13 +25,13 @@ _EXACT = (MathMode.FP32, MathMode.FP32_PEDANTIC)
 _MODES = (*_EXACT, MathMode.BF16, MathMode.TF32)
 
 
-def suits(shape: Convolution, mode: Mode, dtype: torch.dtype) -> bool:
+def suits(shape: Convolution, mode: Mode, dtype: Any) -> bool:
     """Whether a convolution is computed directly."""
     return (
         shape.groups > 1
         and shape.channels * shape.filters <= _MOST_PRODUCTS
         and mode in _MODES
-        and dtype == torch.float32
+        and dtype == np.float32
         and lines.are_available()
     )
 
@@ -38,13 +39,10 @@ def suits(shape: Convolution, mode: Mode, dtype: torch.dtype) -> bool:
 class DirectProducts(Products):
     """The three products of a convolution in a mode, by sums of lines."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        s = self.shape
-        y = empty((len(x), s.groups * s.filters, *s.results), x, self.last)
+    def forward(self, x: Array, weight: Array, bias: Array | None, y: Array) -> None:
         self._sum(x, self._rounded(weight), bias, y)
-        return y
 
-    def of_images(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def of_images(self, y: Array, weight: Array, bias: Array | None, x: Array) -> None:
         s = self.shape
         extents = tuple(
             n + d * (k - 1) for n, d, k in zip(s.images, s.dilation, s.kernel, strict=True)
@@ -59,60 +57,54 @@ class DirectProducts(Products):
             results=s.images,
         )
         axes = tuple(range(3, 3 + len(ones)))
-        turned = self._rounded(weight).unflatten(0, (s.groups, s.filters)).flip(axes)
-        turned = turned.transpose(1, 2).flatten(0, 1)
-        x = empty((len(y), s.groups * s.channels, *s.images), y, self.last)
-        DirectProducts(back, self.last, self.resolved)._sum(y, turned, bias, x, self.shape)
-        return x
+        turned = np.flip(self._rounded(weight).reshape(s.groups, s.filters, -1, *s.kernel), axes)
+        turned = turned.swapaxes(1, 2).reshape(-1, s.filters, *s.kernel)
+        back_products = DirectProducts(back, self.last, self.resolved, self.copy)
+        back_products._sum(y, turned, bias, x, self.shape)
 
-    def of_weight(self, x: Tensor, y: Tensor, swaps: bool = False) -> Tensor:
+    def of_weight(self, x: Array, y: Array, found: Array, swaps: bool = False) -> None:
         s = self.shape
         taps = prod(s.kernel)
-        total = y.new_zeros((s.groups * s.filters, s.channels * taps))
-        part = torch.empty_like(total)
+        total = np.zeros((s.groups * s.filters, s.channels * taps), np.float32)
+        part = np.empty_like(total)
         described = _dots_of(s)
         for image, gradient in zip(x, y, strict=True):
             padded = self._placed(image, False, None)
-            other = self._rounded(gradient).contiguous()
-            lines.dot_lines(described, padded.data_ptr(), other.data_ptr(), part.data_ptr())
+            other = np.ascontiguousarray(self._rounded(gradient))
+            lines.dot_lines(described, *map(data_pointer, (padded, other, part)))
             total += part
-        found = empty((s.groups * s.filters, s.channels, *s.kernel), y, self.last)
-        return found.copy_(total.view(found.shape))
+        found[...] = total.reshape(found.shape)
 
     def _sum(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        y: Array,
         spread: Convolution | None = None,
     ) -> None:
         s = self.shape
         across = self.last and s.channels == s.filters == 1
-        matrix = weight.flatten(1)
+        matrix = weight.reshape(len(weight), -1)
         if across:
             matrix = matrix.T
         factors = _with_slack(matrix)
+        of_bias = 0
         if bias is not None:
             bias = _with_slack(bias)
+            of_bias = data_pointer(bias)
         described = _lines_of(s, across)
-        to = y
-        if self.last and not across:
-            to = torch.empty(y.shape[1:])
+        is_direct = across or not self.last
         for number, image in enumerate(x):
             source = self._placed(image, across, spread)
-            out = to[number] if to is y else to
+            out = y[number] if is_direct else np.empty(y.shape[1:], np.float32)
             lines.sum_lines(
-                described,
-                source.data_ptr(),
-                factors.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
+                described, data_pointer(source), data_pointer(factors), of_bias, data_pointer(out)
             )
-            if to is not y:
-                y[number].copy_(out)
+            if not is_direct:
+                y[number] = out
 
-    def _placed(self, image: Tensor, last: bool, spread: Convolution | None) -> Tensor:
+    def _placed(self, image: Array, last: bool, spread: Convolution | None) -> Array:
         """Return an image with zeros at its borders or, of a gradient, between its elements."""
         s = self.shape
         extents = s.padded
@@ -122,13 +114,13 @@ class DirectProducts(Products):
         is_new = name not in self._memory
         memory = self._temporary(name, size + slack, image.dtype)
         if is_new:
-            memory.zero_()
+            memory[...] = 0
         if last:
-            placed = memory[:size].view(*extents, len(image)).movedim(-1, 0)
+            placed = np.moveaxis(memory[:size].reshape(*extents, len(image)), -1, 0)
         else:
-            placed = memory[:size].view(len(image), *extents)
+            placed = memory[:size].reshape(len(image), *extents)
         if spread is None:
-            self._inside(placed[None])[0].copy_(self._rounded(image))
+            self.copy(self._inside(placed[None])[0], self._rounded(image))
             return placed
         target = placed
         for axis, (d, k, p, t, n) in enumerate(
@@ -146,28 +138,30 @@ class DirectProducts(Products):
             count = min(n, (extents[axis] - 1 - start) // t + 1) - first
             if count < 1:
                 return placed
-            image = image.narrow(axis + 1, first, count)
+            before = (slice(None),) * (axis + 1)
+            image = image[(*before, slice(first, first + count))]
             where = start + first * t
-            index = slice(where, where + (count - 1) * t + 1, t)
-            target = target[(slice(None),) * (axis + 1) + (index,)]
-        target.copy_(self._rounded(image))
+            target = target[(*before, slice(where, where + (count - 1) * t + 1, t))]
+        self.copy(target, self._rounded(image))
         return placed
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def _rounded(self, x: Array) -> Array:
         """Return the numbers of the mode, to nearest; TF32's ties are rounded away from zero."""
         mode = self.resolved.mode
         if mode in _EXACT:
             return x
+        bits = np.ascontiguousarray(x).view(np.int32)
         if mode is MathMode.BF16:
-            return x.bfloat16().float()
-        bits = (x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
-        return torch.where(torch.isfinite(x), bits.view(torch.float32), x)
+            bits = (bits + (0x7FFF + (bits >> 16 & 1))) & ~0xFFFF
+        else:
+            bits = (bits + 0x1000) & ~0x1FFF
+        return np.where(np.isfinite(x), bits.view(np.float32), x)
 
 
-def _with_slack(x: Tensor) -> Tensor:
+def _with_slack(x: Array) -> Array:
     """Return a contiguous copy after which some numbers may be read."""
-    found = x.new_zeros(x.numel() + lines.SLACK)
-    found[: x.numel()].view(x.shape).copy_(x)
+    found = np.zeros(x.size + lines.SLACK, np.float32)
+    found[: x.size] = x.ravel()
     return found
 
 

@@ -8,20 +8,21 @@ Matrices have an axis of groups first. Their rows are contiguous if the channels
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from lowprec.arrays import ArrayView, library_of
+from lowprec.arrays import ArrayView
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.view import Array
+from lowprec.core.arguments import Options
+from lowprec.core.convolution_shapes import Convolution, in_order
+from lowprec.core.executors import look_up
 from lowprec.modes import ResolvedMode, row, rules_of
-from lowprec.torch.aten_products import execute_into
-from lowprec.torch.convolution_shapes import Convolution, empty, in_order
 
 #: Bytes of the elements under the kernel that are copied at a time, unless those of one row of an image have more.
 CHUNK_BYTES = 2 << 20
@@ -47,11 +48,19 @@ class Chunk(NamedTuple):
 
 
 class Products:
-    """The three products of a convolution in a mode."""
+    """The three products of a convolution in a mode, of arrays in host memory."""
 
-    def __init__(self, shape: Convolution, last: bool, resolved: ResolvedMode) -> None:
+    def __init__(
+        self,
+        shape: Convolution,
+        last: bool,
+        resolved: ResolvedMode,
+        copy: Callable[[Array, Array], Any] = np.copyto,
+    ) -> None:
         self.shape = shape
         self.resolved = resolved
+        #: Copies the elements of the second array to the first.
+        self.copy = copy
         #: Whether the channels are last in memory.
         self.last = last
         quantizes = row(resolved.mode).quantizes
@@ -61,14 +70,12 @@ class Products:
         self.image_by_image = quantizes and any(
             rule is not None and rule.has_tensor_scale for rule in rules_of(resolved.mode)
         )
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[str, Array] = {}
 
     # -- the products ---------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of images, (n, groups * filters, *results)."""
-        s = self.shape
-        y = empty((len(x), s.groups * s.filters, *s.results), x, self.last)
+    def forward(self, x: Array, weight: Array, bias: Array | None, y: Array) -> None:
+        """Compute the convolution of images, (n, groups * filters, *results)."""
         x = self._in_order(x)
         b = self._weight(weight).mT
         operand = self._prepared(b) if self.keeps_weight else b
@@ -78,12 +85,10 @@ class Products:
             self._multiply(a, operand, out, bias)
             if not is_direct:
                 self._store(y, chunk, out)
-        return y
 
-    def of_images(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the gradient of the images, from that of the results; plus a bias."""
+    def of_images(self, y: Array, weight: Array, bias: Array | None, x: Array) -> None:
+        """Compute the gradient of the images, from that of the results; plus a bias."""
         s = self.shape
-        x = empty((len(y), s.groups * s.channels, *s.images), y, self.last)
         y = in_order(y, self.last)
         b = self._weight(weight)
         operand = self._prepared(b) if self.keeps_weight else b
@@ -102,20 +107,20 @@ class Products:
             out = self._matrix("products", chunk, s.inner, wide)
             self._multiply(a, operand, out)
             if sums is None or chunk.top == 0:
-                sums = self._padded("sums", chunk.images, y, wide).zero_()
+                sums = self._padded("sums", chunk.images, wide)
+                sums[...] = 0
             self._fold(out, sums, chunk)
             if chunk.bottom == s.results[0]:
                 self._crop(sums, x[chunk.first : chunk.end], bias)
-        return x
 
-    def of_weight(self, x: Tensor, y: Tensor, swaps: bool = False) -> Tensor:
-        """Return the gradient of the weight, from the images and the gradient of the results.
+    def of_weight(self, x: Array, y: Array, found: Array, swaps: bool = False) -> None:
+        """Compute the gradient of the weight, from the images and the gradient of the results.
 
         If ``swaps``, the results are the first operand.
         """
         s = self.shape
         wide = _wide(y.dtype)
-        sums = y.new_empty((s.groups, s.filters, s.inner), dtype=wide)
+        sums = np.empty((s.groups, s.filters, s.inner), wide)
         x = self._in_order(x)
         y = in_order(y, self.last)
         for number, chunk in enumerate(self._chunks(len(x), 1 << 60)):
@@ -125,10 +130,9 @@ class Products:
                 self._multiply(b.mT, a.mT, sums, adds=number > 0)
             else:
                 self._multiply(a, b, sums.mT, adds=number > 0)
-        found = empty((s.groups * s.filters, s.channels, *s.kernel), y, self.last)
-        return found.copy_(self._weight_of(sums))
+        found[...] = self._weight_of(sums)
 
-    def operands(self, x: Tensor | None, y: Tensor | None, weight: Tensor | None) -> Any:
+    def operands(self, x: Array | None, y: Array | None, weight: Array | None) -> Any:
         """Return the operands of the first chunk and group of the product of two of these."""
         given = x if x is not None else y
         assert given is not None
@@ -137,7 +141,7 @@ class Products:
             assert y is not None
             assert weight is not None
             return self._rows(in_order(y, self.last), chunk)[0], self._weight(weight)[0]
-        a = self._unfolded(self._in_order(x), chunk)[0].clone()
+        a = self._unfolded(self._in_order(x), chunk)[0].copy()
         if weight is not None:
             return a, self._weight(weight)[0].mT
         assert y is not None
@@ -167,41 +171,45 @@ class Products:
 
     # -- views and copies -----------------------------------------------------------------------
 
-    def _temporary(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+    def _temporary(self, name: str, size: int, dtype: Any) -> Array:
         found = self._memory.get(name)
-        if found is None or found.numel() < size:
-            found = self._memory[name] = torch.empty(size, dtype=dtype)
+        if found is None or found.size < size:
+            found = self._memory[name] = np.empty(size, dtype)
         return found[:size]
 
-    def _in_order(self, x: Tensor) -> Tensor:
+    def _in_order(self, x: Array) -> Array:
         """Return images whose views are operands, where nothing is copied later."""
         return in_order(x, self.last) if self.shape.is_pointwise else x
 
-    def _matrix(self, name: str, chunk: Chunk, columns: int, dtype: torch.dtype) -> Tensor:
+    def _matrix(self, name: str, chunk: Chunk, columns: int, dtype: Any) -> Array:
         """Return temporary memory (groups, positions of a chunk, columns)."""
         s = self.shape
         positions = chunk.images * chunk.rows * prod(s.results[1:])
         memory = self._temporary(name, s.groups * positions * columns, dtype)
         if self.last:
-            return memory.view(positions, s.groups, columns).transpose(0, 1)
-        return memory.view(s.groups, columns, positions).mT
+            return memory.reshape(positions, s.groups, columns).swapaxes(0, 1)
+        return memory.reshape(s.groups, columns, positions).mT
 
-    def _rows(self, x: Tensor, chunk: Chunk) -> Tensor:
+    def _rows(self, x: Array, chunk: Chunk) -> Array:
         """Return images in order as (groups, positions of a chunk, channels)."""
+        n, channels, *extents = x[chunk.first : chunk.end].shape
         groups = self.shape.groups
         start = chunk.top * prod(self.shape.results[1:])
         end = chunk.bottom * prod(self.shape.results[1:])
         if self.last:
-            images = x[chunk.first : chunk.end].movedim(1, -1).flatten(1, -2)
-            if chunk.images > 1:
-                return images.reshape(-1, groups, x.shape[1] // groups).transpose(0, 1)
-            return images[0, start:end].unflatten(-1, (groups, -1)).transpose(0, 1)
-        images = x[chunk.first : chunk.end].flatten(2)[..., start:end].unflatten(1, (groups, -1))
-        if chunk.images == 1:
-            return images[0].mT
-        return images.permute(1, 2, 0, 3).flatten(2).mT
+            images = np.moveaxis(x[chunk.first : chunk.end], 1, -1)
+            images = images.reshape(-1, groups, channels // groups)
+            if n == 1:
+                images = images[start:end]
+            return images.swapaxes(0, 1)
+        images = x[chunk.first : chunk.end].reshape(n, groups, channels // groups, prod(extents))
+        images = images[..., start:end]
+        if n == 1:
+            matrix: Array = images[0].mT
+            return matrix
+        return images.transpose(1, 2, 0, 3).reshape(groups, channels // groups, -1).mT
 
-    def _unfolded(self, x: Tensor, chunk: Chunk) -> Tensor:
+    def _unfolded(self, x: Array, chunk: Chunk) -> Array:
         """Return the elements under the kernel, (groups, positions, inner)."""
         s = self.shape
         if s.is_pointwise:
@@ -212,125 +220,126 @@ class Products:
             if chunk.top == 0:
                 images = self._with_zeros(images)
             else:
-                images = self._padded("padded", chunk.images, x, x.dtype)
+                images = self._padded("padded", chunk.images, x.dtype)
         windows = s.windows(images, chunk.top, chunk.rows)
         kernel = range(3, 3 + axes)
         results = range(3 + axes, 3 + 2 * axes)
         to = self._matrix("unfolded", chunk, s.inner, x.dtype)
+        memory = to.swapaxes(0, 1) if self.last else to.mT
         if not self.last:
-            windows = windows.permute(1, 2, *kernel, 0, *results)
-            to.mT.view(windows.shape).copy_(windows)
+            windows = windows.transpose(1, 2, *kernel, 0, *results)
         elif self.inner_channels:
-            windows = windows.permute(0, *results, 1, *kernel, 2)
-            to.transpose(0, 1).view(windows.shape).copy_(windows)
+            windows = windows.transpose(0, *results, 1, *kernel, 2)
         else:
-            windows = windows.permute(0, *results, 1, 2, *kernel)
-            to.transpose(0, 1).view(windows.shape).copy_(windows)
+            windows = windows.transpose(0, *results, 1, 2, *kernel)
+        self.copy(memory.reshape(windows.shape), windows)
         return to
 
-    def _padded(self, name: str, images: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def _padded(self, name: str, images: int, dtype: Any) -> Array:
         """Return temporary memory of padded images."""
         s = self.shape
         channels = s.groups * s.channels
         is_new = name not in self._memory
         memory = self._temporary(name, images * channels * prod(s.padded), dtype)
         if is_new:
-            memory.zero_()
+            memory[...] = 0
         if self.last:
-            return memory.view(images, *s.padded, channels).movedim(-1, 1)
-        return memory.view(images, channels, *s.padded)
+            return np.moveaxis(memory.reshape(images, *s.padded, channels), -1, 1)
+        return memory.reshape(images, channels, *s.padded)
 
-    def _with_zeros(self, images: Tensor) -> Tensor:
-        to = self._padded("padded", len(images), images, images.dtype)
-        self._inside(to).copy_(images)
+    def _with_zeros(self, images: Array) -> Array:
+        to = self._padded("padded", len(images), images.dtype)
+        self.copy(self._inside(to), images)
         return to
 
-    def _inside(self, padded: Tensor) -> Tensor:
+    def _inside(self, padded: Array) -> Array:
         """Return padded images without their borders."""
-        for axis, (n, p) in enumerate(zip(self.shape.images, self.shape.padding, strict=True)):
-            padded = padded.narrow(axis + 2, p, n)
-        return padded
+        s = self.shape
+        axes = [slice(p, p + n) for n, p in zip(s.images, s.padding, strict=True)]
+        return padded[(slice(None), slice(None), *axes)]
 
-    def _weight(self, weight: Tensor) -> Tensor:
+    def _weight(self, weight: Array) -> Array:
         """Return the weight as (groups, filters, inner)."""
-        groups = self.shape.groups
         if self.inner_channels:
-            return weight.movedim(1, -1).reshape(groups, self.shape.filters, -1)
-        return weight.reshape(groups, self.shape.filters, -1)
+            weight = np.moveaxis(weight, 1, -1)
+        return weight.reshape(self.shape.groups, self.shape.filters, -1)
 
-    def _weight_of(self, x: Tensor) -> Tensor:
-        """Return the weight of a tensor (groups, filters, inner)."""
+    def _weight_of(self, x: Array) -> Array:
+        """Return the weight of an array (groups, filters, inner)."""
         s = self.shape
         if self.inner_channels:
-            return x.view(s.groups * s.filters, *s.kernel, s.channels).movedim(-1, 1)
-        return x.view(s.groups * s.filters, s.channels, *s.kernel)
+            return np.moveaxis(x.reshape(-1, *s.kernel, s.channels), -1, 1)
+        return x.reshape(-1, s.channels, *s.kernel)
 
-    def _result(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, bool]:
+    def _result(self, y: Array, chunk: Chunk) -> tuple[Array, bool]:
         """Return memory for the results of a chunk, and whether it is that of ``y``."""
         if self.last or chunk.images == 1:
             return self._rows(y, chunk), True
         return self._matrix("results", chunk, self.shape.filters, y.dtype), False
 
-    def _store(self, to: Tensor, chunk: Chunk, matrix: Tensor) -> None:
+    def _store(self, to: Array, chunk: Chunk, matrix: Array) -> None:
         """Copy (groups, positions, channels) to the images of a chunk."""
-        images = to[chunk.first : chunk.end].flatten(2).unflatten(1, (self.shape.groups, -1))
-        images.copy_(matrix.mT.unflatten(2, (chunk.images, -1)).permute(2, 0, 1, 3))
+        images = to[chunk.first : chunk.end]
+        groups, positions, channels = matrix.shape
+        columns = matrix.mT.reshape(groups, channels, chunk.images, -1)
+        shape = (chunk.images, groups, channels, positions // chunk.images)
+        self.copy(images.reshape(shape), columns.transpose(2, 0, 1, 3))
 
-    def _fold(self, products: Tensor, sums: Tensor, chunk: Chunk) -> None:
+    def _fold(self, products: Array, sums: Array, chunk: Chunk) -> None:
         """Add the products of a chunk to the padded images, one element of the kernel after the other."""
         s = self.shape
         targets = s.windows(sums, chunk.top, chunk.rows)
-        results = (chunk.rows, *s.results[1:])
         taps = prod(s.kernel)
-        x = products.unflatten(1, (chunk.images, *results))
+        shape = [s.groups, chunk.images, chunk.rows, *s.results[1:]]
         if self.inner_channels:
-            x = x.unflatten(-1, (taps, s.channels)).movedim(-2, 0).movedim(-1, 2)
+            x = np.moveaxis(products.reshape(*shape, taps, s.channels), (-2, -1), (0, 2))
         else:
-            x = x.unflatten(-1, (s.channels, taps)).movedim(-1, 0).movedim(-1, 2)
-        x = x.movedim(3, 1)  # taps, images, groups, channels, *results
+            x = np.moveaxis(products.reshape(*shape, s.channels, taps), (-1, -2), (0, 2))
+        x = np.moveaxis(x, 3, 1)  # taps, images, groups, channels, *results
         for number, tap in enumerate(product(*map(range, s.kernel))):
-            targets[(slice(None), slice(None), slice(None), *tap)].add_(x[number])
+            index: Any = (slice(None), slice(None), slice(None), *tap)
+            targets[index] += x[number]
 
-    def _crop(self, sums: Tensor, x: Tensor, bias: Tensor | None) -> None:
+    def _crop(self, sums: Array, x: Array, bias: Array | None) -> None:
         inside = self._inside(sums)
         if bias is not None:
-            inside = inside + bias.view(-1, *[1] * len(self.shape.images))
-        x.copy_(inside)
+            inside = inside + bias.reshape(-1, *[1] * len(self.shape.images))
+        x[...] = inside
 
     # -- the product ----------------------------------------------------------------------------
 
-    def _prepared(self, b: Tensor) -> ArrayView:
-        if b.shape[0] == 1:
-            b = b[0]
-        view = library_of(b).describe(b)
-        return PreparedView(host_view(view.ndarray()), self.resolved.mode, {})
+    def _prepared(self, b: Array) -> ArrayView:
+        return PreparedView(host_view(b[0] if len(b) == 1 else b), self.resolved.mode, {})
 
     def _multiply(
-        self, a: Tensor, b: Any, out: Tensor, bias: Tensor | None = None, adds: bool = False
+        self, a: Array, b: Any, out: Array, bias: Array | None = None, adds: bool = False
     ) -> None:
         """Compute ``out = a @ b + bias`` of matrices of groups, or add the product to ``out``."""
-        library = library_of(a)
-        options: dict[str, Any] = {}
+        c = None
         if len(a) == 1:
             a = a[0]
             out = out[0]
-            if isinstance(b, Tensor):
+            if not isinstance(b, ArrayView):
                 b = b[0]
-        if isinstance(b, Tensor):
-            b = library.describe(b)
-        to = library.describe(out)
-        options["out_dtype"] = to.dtype
-        if bias is not None and out.ndim == 2:
-            options["bias"] = library.describe(bias)
         elif bias is not None:
-            options["c"] = library.describe(bias.view(len(out), 1, -1).expand(out.shape))
-            options["beta"] = 1.0
-        elif adds:
-            options["c"] = to
-            options["beta"] = 1.0
-        execute_into(to, library.describe(a), b, self.resolved, options)
+            c = host_view(np.broadcast_to(bias.reshape(len(out), 1, -1), out.shape))
+            bias = None
+        if not isinstance(b, ArrayView):
+            b = host_view(b)
+        to = host_view(out)
+        if adds:
+            c = to
+        given = Options(
+            out=to,
+            c=c,
+            bias=None if bias is None else host_view(bias),
+            beta=0.0 if c is None else 1.0,
+            out_dtype=to.dtype,
+        )
+        x = host_view(a)
+        look_up(self.resolved, x, b, given).execute(given.arguments(x, b, to))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide(dtype: Any) -> Any:
     """Return the type of sums."""
-    return torch.float32 if dtype.itemsize == 2 else dtype
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
