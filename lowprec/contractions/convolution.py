@@ -31,7 +31,7 @@ from lowprec.errors import (
 )
 from lowprec.formats import DType
 from lowprec.modes import ActivationName, BoundName, Mode, ModeLike, ResolvedMode, parse_mode
-from lowprec.planning import Activation, parse_activation
+from lowprec.planning import parse_activation
 from lowprec.planning.activations import ACTIVATIONS
 from lowprec.util.tracing import uncompiled
 
@@ -49,7 +49,7 @@ class BoundConvolution(NamedTuple):
     views: list[ArrayView]  # of these
     given: ConvolutionArguments
     shape: Convolution
-    activation: Activation | None
+    activation: ActivationName | None
 
     @property
     def out_shape(self) -> tuple[int, ...]:

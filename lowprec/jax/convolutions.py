@@ -18,7 +18,6 @@ from lowprec.contractions import BoundConvolution
 from lowprec.core.dispatch import matmul
 from lowprec.jax.lowering import Contraction, GeneralConvolution, computed, rounds_vectors
 from lowprec.modes import Mode, ResolvedMode, parse_mode
-from lowprec.planning import Activation
 
 _GROUPED = Contraction((((2,), (2,)), ((0,), (0,))), None)
 
@@ -67,9 +66,9 @@ def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: 
         out = out + jnp.expand_dims(checked.bias, axes[1:-1])
     if checked.activation is None:
         return out
-    if checked.activation is Activation.GELU:
+    if checked.activation == "gelu":
         return jax.nn.gelu(out, approximate=True)
-    return getattr(jax.nn, checked.activation.value)(out)
+    return jax.nn.relu(out)
 
 
 def _multiplied(x: Any, weight: Any, params: dict[str, Any], multiply: Any) -> Any:
