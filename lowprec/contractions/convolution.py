@@ -88,9 +88,9 @@ def conv(
 
     Parameters
     ----------
-    x : array, shape (n, channels, *extents) or (channels, *extents)
+    x : array, shape (n, channels, ...) or (channels, ...), with 1 to 3 extents
         float64, float32, float16 or bfloat16.
-    weight : array, shape (filters, channels / groups, *kernel); (channels, filters / groups, *kernel) if ``transposed``
+    weight : array, shape (filters, channels / groups, ...); (channels, filters / groups, ...) if ``transposed``
         Of the element type of ``x``.
     bias : array, shape (filters,), optional
     stride, dilation : int or sequence of int
