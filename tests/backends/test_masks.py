@@ -85,7 +85,7 @@ core = library.TensorCoreModel(16, 24, -126, -126, 23, 0)
 statuses = (
     found.quantize(ctypes.addressof(q), at, np.empty(256, np.int16).ctypes.data, None, ctypes.addressof(scale), 1),
     found.unscale(rows.ctypes.data, 1, 1.0, 1),
-    found.emulate(at, at, np.zeros((4, 4), np.float32).ctypes.data, 4, 4, 4, ctypes.addressof(core), 1),
+    found.emulate(at, at, np.zeros((4, 4), np.float32).ctypes.data, 4, 4, 4, None, None, ctypes.addressof(core), 1),
 )
 print(json.dumps({"statuses": statuses, "units": [x for i, x in enumerate(library.UNITS) if found.units() >> i & 1]}))
 """
