@@ -84,7 +84,8 @@ def conv(
     These are ``torch.nn.functional.conv1d`` to ``conv3d`` and ``conv_transpose1d`` to ``conv_transpose3d``. The axes
     are those of PyTorch: images, channels, extents. The weight is not flipped. An element is a product of the elements
     under the kernel and a filter, in the mode of this product; formats with blocks have them along channels x kernel.
-    An image has the same bits alone and in any batch.
+    An image has the same bits alone and in any batch. Functions that JAX compiles multiply the elements of all images
+    at once: bits differ from those outside of ``jit``, and ``fp8`` and ``nvfp4`` have one scale for the batch.
 
     Parameters
     ----------

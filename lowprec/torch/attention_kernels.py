@@ -58,6 +58,8 @@ def attention_kernel(kernel: Kernel, own: Function) -> Function:
         if result is None:
             result = by_torch()
             passed_by(result)
+        elif (mode := dict(found[0].rules).get(CACHE)) is not None:
+            found[0].ledger.notes[f"Keys and values of attention are rounded to {mode}."] = None
         if not is_backward:
             NAMES.of_activation(result[1], layer)
         return result
@@ -97,7 +99,6 @@ def _with_cache(attention: Attention, scope: Any) -> Attention:
     mode = dict(scope.rules).get(CACHE)
     if mode is None:
         return attention
-    scope.ledger.notes[f"Keys and values of attention are rounded to {mode}."] = None
     _, rule = rules_of(mode)
     k, v = (rounded(x, rule).to(x.dtype) for x in attention[1:3])
     return attention._replace(k=k, v=v)
