@@ -26,7 +26,7 @@ INLINE f32v gelu(f32v x) {
     return floats(choose((u32v)(y < -44.0f), bits(all_floats(-0.0f)), bits(v)));
 }
 
-// In the order of Python's Activation; 0 for none.
+// In the order of ACTIVATIONS in planning/activations.py; 0 for none.
 enum lp_activation { LP_RELU = 1, LP_GELU };
 
 INLINE f32v activated(f32v x, int activation) {

@@ -410,7 +410,7 @@ template <class U> struct Gemm {
             bool along_k = p.b.k == 1;
             j.grid_m = 1;
             j.task_m = j.strips_m;
-            // Stored codes are decoded a strip at a time. Each task reads all of a, so that few are faster.
+            // Fewer tasks are faster, because each reads all of a; stored codes are decoded a strip at a time.
             j.task_n = p.b.is_stored ? 32 : (along_k ? 2 : 8 << (P > 1));
             const int64_t tasks = (p.b.is_stored ? 4 : 2) * threads;
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < tasks) j.task_n /= 2;
