@@ -13,7 +13,7 @@ from lowprec.contractions import BoundConvolution
 from lowprec.errors import ArrayError, UnsupportedError
 from lowprec.modes import Mode, ResolvedMode, of_pass
 from lowprec.torch.convolution_kernels import layout_of
-from lowprec.torch.functions import ACTIVATIONS
+from lowprec.torch.functions import TENSOR_ACTIVATIONS
 
 
 def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: Mode) -> Tensor:
@@ -32,7 +32,7 @@ def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: 
             )
     out: Tensor = _Convolution.apply(*tensors, checked, resolved, backward)
     if checked.activation is not None:
-        out = ACTIVATIONS[checked.activation](out)
+        out = TENSOR_ACTIVATIONS[checked.activation](out)
     return out
 
 

@@ -29,7 +29,7 @@ from lowprec.torch.operator import ACCUMULATOR, CURRENT, OPERATOR, OperatorOptio
 from lowprec.torch.recording import recorded_product
 from lowprec.util.untraced import call_untraced
 
-ACTIVATIONS = {
+TENSOR_ACTIVATIONS = {
     **{name: getattr(torch.nn.functional, name) for name in ACTIVATIONS},
     "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
@@ -283,7 +283,7 @@ def _with_epilogue(
             bias = bias.squeeze(-1)
         out = _with_bias(out, bias.to(out.dtype))
     if activation is not None:
-        out = ACTIVATIONS[activation](out)
+        out = TENSOR_ACTIVATIONS[activation](out)
     return out.to(getattr(torch, result_dtype))
 
 
