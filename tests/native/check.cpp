@@ -14,8 +14,6 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include <vector>
-
 #include "lowprec.h"
 
 namespace {

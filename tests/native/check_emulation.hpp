@@ -58,18 +58,21 @@ void check_emulate() {
             // Scales of groups: 0 as no scales, or with sums beyond float32.
             const int64_t groups = (k + model.core.group - 1) / model.core.group;
             const int reach = round % 4 == 3 ? 254 : round % 2;
-            std::vector<int32_t> of_a((size_t)(m * groups)), of_b((size_t)(groups * n));
-            for (auto* scales : {&of_a, &of_b})
-                for (int32_t& scale : *scales) scale = reach ? (int)below(reach) - reach / 2 : 0;
-            bool is_good = lp_emulate(x[0], x[1], result, m, n, k, reach ? of_a.data() : nullptr,
-                                      reach ? of_b.data() : nullptr, &model.core, 1 + round % 2) == LP_OK;
+            const int64_t counts[] = {m * groups, groups * n};
+            int32_t* scales[2];
+            for (int i = 0; i < 2; i++) {
+                scales[i] = (int32_t*)malloc((size_t)counts[i] * 4 + 1);
+                for (int64_t j = 0; j < counts[i]; j++) scales[i][j] = reach ? (int)below(reach) - reach / 2 : 0;
+            }
+            bool is_good = lp_emulate(x[0], x[1], result, m, n, k, reach ? scales[0] : nullptr,
+                                      reach ? scales[1] : nullptr, &model.core, 1 + round % 2) == LP_OK;
             for (int64_t i = 0; i < m * n; i++) {
                 const uint32_t expected = emulated(x[0] + i / n * k, x[1] + i % n, x[2][i], n, k,
-                                                   of_a.data() + i / n * groups, of_b.data() + i % n, n, model.core);
+                                                   scales[0] + i / n * groups, scales[1] + i % n, n, model.core);
                 is_good &= !memcmp(result + i, &expected, 4);
             }
             good += is_good, bad += !is_good;
             if (!is_good) fprintf(stderr, "lp_emulate: group %d, emin %d\n", model.core.group, model.core.emin);
-            free(x[0]), free(x[1]), free(x[2]), free(result);
+            free(x[0]), free(x[1]), free(x[2]), free(result), free(scales[0]), free(scales[1]);
         }
 }
