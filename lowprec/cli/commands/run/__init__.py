@@ -269,7 +269,9 @@ def _program(options: argparse.Namespace) -> list[str]:
     if words[:1] == ["-m"] and words[1:]:
         return words
     if not words:
-        raise CommandError("run: give a script, -m and a module, or -- and a command (see lowprec run --help)")
+        raise CommandError(
+            "run: give a script, -m and a module, or -- and a command (see lowprec run --help)"
+        )
     script = words[0]
     if script == "-":
         return words
