@@ -1,4 +1,4 @@
-"""Train with each layer in bfloat16 in turn and the others in NVFP4, over several seeds: which layer pays, and always?
+"""Train with each layer in bfloat16 in turn and the others in NVFP4, over several seeds.
 
 usage: python docs/examples/seeds.py SCRIPT [--seeds N] [--layers LAYER ...] [--mode MODE]
 

@@ -144,6 +144,7 @@ class RunComparison(Report):
         if any(x.blame is not None for x in self.layers):
             first = {x.layer: x for x in reversed(self.layers)}
             columns[">blame"] = lambda x: _part(x.blame if first[x.layer] is x else None)
+        columns = {name: show for name, show in columns.items() if any(map(show, self.layers))}
         rows = [[show(x) for show in columns.values()] for x in self.layers]
         tables = [Table(self.verdict, ())]
         if rows:

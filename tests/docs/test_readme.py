@@ -3,9 +3,7 @@
 Words are compared exactly; numbers within a tenth, because the sums of an FP32 product differ by processor.
 """
 
-import contextlib
 import importlib.util
-import io
 import os
 import re
 import subprocess
@@ -76,9 +74,10 @@ def test_train_in_nvfp4(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     lowprec = "-m", "lowprec", "run", "--against", "fp32", "--mode"
     assert_same_output(
-        run(tmp_path, *lowprec, "nvfp4", "train.py"), block_after("compares it with")
+        run(tmp_path, *lowprec, "nvfp4", "train.py"),
+        block_after("The layers are named as in the model"),
     )
-    shown = block_after("With that layer in bfloat16").splitlines()
+    shown = block_after("with all layers in NVFP4 0.0424").splitlines()
     found = run(tmp_path, *lowprec, "0=bf16,*=nvfp4", "train.py").splitlines()
     assert_same_output("\n".join(found[: len(shown) - 2]), "\n".join(shown[1:-1]))
 
@@ -86,11 +85,12 @@ def test_train_in_nvfp4(tmp_path):
 @pytest.mark.sweep
 @pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
 def test_train_with_other_seeds(tmp_path):
-    """Two seeds of the ten: their median is in the range that the README shows."""
+    """Two seeds of the ten: their median is in the range that the documentation shows."""
     needs("torch")
     (tmp_path / "train.py").write_text(TRAIN)
     printed = run(tmp_path, EXAMPLES / "seeds.py", "train.py", "--seeds", "2", "--layers", "0")
-    shown = [line.replace("`", "") for line in README.splitlines()]
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    shown = [line.replace("`", "") for line in page.splitlines()]
     for line in printed.splitlines()[1:]:
         name, median, _, _ = re.split(r"  +", line)
         (row,) = (row for row in shown if row.startswith(f"| {name} | 0."))
@@ -115,14 +115,15 @@ def test_claims(tmp_path):
         assert claim.strip() in row.replace("`", ""), row
 
 
-def test_python_example():
-    code = re.search(
+@pytest.mark.parametrize("module", ["numpy", "jax"])
+def test_python_examples(tmp_path, module):
+    needs(module)
+    pairs = re.findall(
         r"^```python\n(.*?)^```\n+```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
     )
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code[1], {"__name__": "__main__"})
-    assert_same_output(printed.getvalue(), code[2])
+    ((code, shown),) = (pair for pair in pairs if f"import {module}" in pair[0])
+    (tmp_path / "mlp.py").write_text(code.removeprefix("# mlp.py\n"))
+    assert_same_output(run(tmp_path, "mlp.py"), shown)
 
 
 def test_pages_show_everything_on_a_code_host():
