@@ -170,7 +170,7 @@ def _strides(extents: tuple[int, ...], step: int) -> list[int]:
 
 
 @lru_cache(256)
-def _lines_of(s: Convolution, across: bool) -> lines.DescribedLines:
+def _lines_of(s: Convolution, across: bool) -> Any:
     """Return the lines of an image: of rows of the result or, ``across`` the channels, of its positions."""
     channels = s.groups * s.channels
     steps = _strides(s.padded, channels if across else 1)
@@ -204,7 +204,7 @@ def _lines_of(s: Convolution, across: bool) -> lines.DescribedLines:
 
 
 @lru_cache(256)
-def _dots_of(s: Convolution) -> lines.DescribedLines:
+def _dots_of(s: Convolution) -> Any:
     """Return the dot products of the weight's gradient: one for each filter, with a term for each number of it."""
     steps = _strides(s.padded, 1)
     plane = prod(s.padded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +14,6 @@ from lowprec.errors import BackendError
 
 #: Numbers after the last one of an operand that may be read, for each column of its step.
 SLACK = 16
-
-
-class DescribedLines(NamedTuple):
-    """The offsets of lines and terms, with the description for the library that has their addresses."""
-
-    description: Any
-    offsets: list[Any]
 
 
 def are_available() -> bool:
@@ -35,29 +28,29 @@ def offsets(dimensions: Iterable[tuple[int, int]]) -> Any:
 
 def lines_of(
     width: int, x_step: int, across: bool = False, dots: int = 0, **given: Any
-) -> DescribedLines:
-    """Describe lines by arrays of offsets, named as in ``lp_lines``."""
+) -> library.Lines:
+    """Return the description of lines by arrays of offsets, named as in ``lp_lines``, which it keeps alive."""
     found = library.Lines(width=width, x_step=x_step, across=across, dots=dots)
-    kept = []
+    found.kept = []
     for name, values in given.items():
         array = np.ascontiguousarray(values, np.int64)
-        kept.append(array)
+        found.kept.append(array)
         setattr(found, name, data_pointer(array))
     found.lines = len(given["out_lines"])
     found.terms = len(given["x_terms"])
-    return DescribedLines(found, kept)
+    return found
 
 
-def sum_lines(lines: DescribedLines, x: int, w: int, bias: int, out: int) -> None:
+def sum_lines(lines: library.Lines, x: int, w: int, bias: int, out: int) -> None:
     """Compute ``out[line] = bias + sum(x[line + term] * w[line + term])`` from addresses of float32 numbers."""
     call = library.functions().sum_lines
-    _check(call(ctypes.byref(lines.description), x, w, bias, out, threads.num_threads()))
+    _check(call(ctypes.byref(lines), x, w, bias, out, threads.num_threads()))
 
 
-def dot_lines(lines: DescribedLines, x: int, y: int, out: int) -> None:
+def dot_lines(lines: library.Lines, x: int, y: int, out: int) -> None:
     """Compute ``out[dot, term]``, the sum of ``x[dot + line + term] . y[dot + line]`` over lines."""
     call = library.functions().dot_lines
-    _check(call(ctypes.byref(lines.description), x, y, out, threads.num_threads()))
+    _check(call(ctypes.byref(lines), x, y, out, threads.num_threads()))
 
 
 def _check(status: int) -> None:
