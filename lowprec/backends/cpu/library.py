@@ -10,7 +10,8 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -122,35 +123,16 @@ class Lines(ctypes.Structure):
     )  # fmt: skip
 
 
-class Functions(NamedTuple):
-    """The functions of the library, without the prefix ``lp_``; they run without the interpreter's lock."""
-
-    version: Callable[[], int]
-    units: Callable[[], int]
-    use_units: Callable[[int], None]
-    gemm: Callable[..., int]  # reference to a Product, bytes of an lp_call -> status
-    pack: Callable[..., int]  # Product, bytes of an lp_call, target -> bytes
-    unscale: Callable[..., int]
-    quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
-    emulate: Callable[..., int]
-    sum_lines: Callable[..., int]
-    dot_lines: Callable[..., int]
-    use_openmp: Callable[[int | None, int | None], None]
-    release_memory: Callable[[], None]
-    kept_bytes: Callable[[], int]
-    run: Callable[..., None]
-    # for products that take less time than a switch of threads
-    gemm_holding_gil: Callable[..., int]
-
-
-#: Types of the results and arguments; None for a function that gets references, which need no conversion.
+#: Types of the results and arguments of the functions; None for one that gets references, which need no conversion.
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     "version": (ctypes.c_uint64, ()),
     "units": (_I64, ()),
     "use_units": (None, (_I64,)),
-    "gemm": (_I32, None),
+    "gemm": (_I32, None),  # reference to a Product, bytes of an lp_call -> status
+    # Product, bytes of an lp_call, target -> bytes
     "pack": (_I64, (_POINTER, ctypes.c_char_p, _POINTER)),
     "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
+    # Quantizer, source, target, scales, scale, threads -> status
     "quantize": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "emulate": (
         _I32,
@@ -191,7 +173,7 @@ def _read(path: str) -> bytes:
 
 
 @functools.cache
-def _loaded() -> tuple[Functions | None, str]:
+def _loaded() -> tuple[SimpleNamespace | None, str]:
     if not os.path.isfile(_PATH):
         note = os.path.splitext(_PATH)[0] + ".txt"
         why = (
@@ -222,11 +204,11 @@ def _loaded() -> tuple[Functions | None, str]:
             f"{_PATH} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
         )
     found: dict[str, Any] = {name: getattr(library, f"lp_{name}") for name in _SIGNATURES}
+    # for products that take less time than a switch of threads
     found["gemm_holding_gil"] = holding_gil.lp_gemm
     for name, function in found.items():
         function.restype, function.argtypes = _SIGNATURES[name.partition("_holding")[0]]
-    functions = Functions(**found)
-    return functions, ""
+    return SimpleNamespace(**found), ""
 
 
 #: Set while calls of the BLAS are intercepted (`core/blas.py`): lets those of this thread pass, or no longer.
@@ -250,12 +232,15 @@ def path() -> str:
     return _PATH
 
 
-def library() -> Functions | None:
-    """Return the functions of the library; None without it. Loads it at the first call."""
+def library() -> SimpleNamespace | None:
+    """Return the functions of the library, without the prefix ``lp_``; None without it. Loads it at the first call.
+
+    Other threads run during a call.
+    """
     return _loaded()[0]
 
 
-def functions() -> Functions:
+def functions() -> SimpleNamespace:
     """Return the functions of the library; raise BackendError without it."""
     found = library()
     if found is None:
