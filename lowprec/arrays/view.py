@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -68,11 +68,8 @@ CPU = Device(1, 0)
 _MAX_UNUSED = 1 << 48
 
 
-class PackedOperand(NamedTuple):
-    """An operand rounded, split or packed for a kernel, and its size."""
-
-    value: Any
-    nbytes: int
+#: An operand rounded, split or packed for a kernel, and its size in bytes.
+PackedOperand: TypeAlias = tuple[Any, int]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -111,7 +108,8 @@ class ArrayView:
         operand = self.packed.get(key)
         if operand is None:
             operand = self.packed.setdefault(key, make())
-        return operand.value
+        value, _ = operand
+        return value
 
     def stored(self) -> tuple[ArrayView, ...]:
         """Return the views of the memory that a product reads."""

@@ -88,7 +88,7 @@ class PreparedOperand(Prepared):
     def packed_bytes(self) -> int:
         """Bytes used now by the packed operands alone."""
         operands = list(self._view.packed.values())
-        return sum(operand.nbytes for operand in operands)
+        return sum(nbytes for _, nbytes in operands)
 
     @property
     def T(self) -> PreparedOperand:

@@ -52,7 +52,8 @@ def test_b_is_packed_once(gpu, mode):
     x = gpu.put(numbers(np.float32, 16, 48))
     want = gpu.get(lowprec.matmul(x, prepared, math_mode=mode))
     (form,) = forms(prepared).values()
-    assert prepared.packed_bytes == form.nbytes > 0
+    _, nbytes = form
+    assert prepared.packed_bytes == nbytes > 0
     other = gpu.put(numbers(np.float32, 40, 48))
     lowprec.matmul(other, prepared, math_mode=mode, alpha=0.5)
     assert list(forms(prepared).values()) == [form]

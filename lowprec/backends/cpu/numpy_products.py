@@ -176,6 +176,6 @@ def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dt
 
     def make() -> PackedOperand:
         parts, exponents = split(x, *how)
-        return PackedOperand((parts, exponents), sum(part.nbytes for part in parts))
+        return (parts, exponents), sum(part.nbytes for part in parts)
 
     return view.packed_operand((*how, data_pointer(x), x.shape, x.strides), make)  # type: ignore[no-any-return]

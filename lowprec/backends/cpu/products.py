@@ -235,13 +235,13 @@ def _keeps_float8(plan: GemmPlan, product: Product) -> bool:
 def _pack(product: Product, b: ArrayView, draw: int) -> PackedOperand:
     kept = b.kept
     if kept is not None and kept.lanes == library.lanes(product.unit):
-        return PackedOperand((kept.address, kept.memory), 0)
+        return (kept.address, kept.memory), 0
     addresses, keep = (b.address, 0, 0), None
     if b.blocks and b.blocks.row.block:
-        addresses, keep = _codes(b).value
+        (addresses, keep), _ = _codes(b)
     memory = kernel_codes.packed(product, addresses, draw)
     del keep
-    return PackedOperand((data_pointer(memory), memory), memory.nbytes)
+    return (data_pointer(memory), memory), memory.nbytes
 
 
 def _codes(x: ArrayView) -> PackedOperand:
@@ -258,4 +258,4 @@ def _codes(x: ArrayView) -> PackedOperand:
             copied += contiguous.nbytes
         arrays.append(contiguous)
     addresses = [*map(data_pointer, arrays), 0]
-    return PackedOperand((tuple(addresses[:3]), arrays), copied)
+    return (tuple(addresses[:3]), arrays), copied

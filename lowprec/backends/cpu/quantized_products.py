@@ -74,13 +74,11 @@ def _operand(
         found = _rounded(view, inner, rule, spec)
         x = found.view
         if isinstance(x, QuantizedView):
-            return PackedOperand(found, x.quantized.codes.nbytes + x.quantized.scales.nbytes)
+            return found, x.quantized.codes.nbytes + x.quantized.scales.nbytes
         nbytes = x.nbytes
         if found.scales is not None:
             nbytes += found.scales.nbytes
-        return PackedOperand(
-            found._replace(view=PreparedView(x, MathMode.FP32, view.packed)), nbytes
-        )
+        return found._replace(view=PreparedView(x, MathMode.FP32, view.packed)), nbytes
 
     key = (
         "rounded",

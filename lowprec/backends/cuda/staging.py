@@ -49,7 +49,7 @@ def packed_block(
         block = memory.allocate(nbytes, view.device, stream)
         pack(block.address)
         memory.synchronize(stream, view.device)  # because other streams may read it
-        return PackedOperand(block, nbytes)
+        return block, nbytes
 
     block: memory.Block = view.packed_operand(key, make)
     block.used_on(stream)
@@ -248,7 +248,7 @@ def are_contiguous(arguments: Arguments) -> bool:
 def _contiguous(x: QuantizedArray) -> PackedOperand:
     parts = map(codes_view, (x.codes, x.scales))
     answer = all(part.strides == contiguous_strides(part.shape) for part in parts)
-    return PackedOperand(answer, 0)
+    return answer, 0
 
 
 def _tiles(view: ArrayView, stream: int) -> ArrayView:
