@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -67,21 +68,8 @@ class Case:
         return cls(name, words, sets)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The product of a case's operands in a mode; None where the element types alone decide."""
-
-    name: str
-    sets: list[Pair]
-    mode: Mode | None
-
-    def __call__(self, number: int) -> Array:
-        a, b = self.sets[number % len(self.sets)]
-        result: Array = dispatch.matmul(a, b, math_mode=self.mode)
-        return result
-
-    def plan(self) -> PlanReport:
-        return plan_call.plan(*self.sets[0], math_mode=self.mode)
+#: Operands and mode of each product by its name; None where the element types alone decide.
+Variants: TypeAlias = dict[str, tuple[list[Pair], "Mode | None"]]
 
 
 @dataclass(frozen=True)
@@ -308,7 +296,7 @@ def _spec(x: ShapeDtype) -> str:
     return f"{x.dtype} {'x'.join(map(str, x.shape)) or 'scalar'}"
 
 
-def variants_of(case: Case, modes: Sequence[Mode] | None = None) -> list[Variant]:
+def variants_of(case: Case, modes: Sequence[Mode] | None = None) -> Variants:
     """Return the variants to compare, the baseline (float32 in ``fp32``) first; raises for types without a mode."""
     a, b = case.sets[0]
     for name in (a.dtype.name, b.dtype.name):
@@ -320,18 +308,17 @@ def variants_of(case: Case, modes: Sequence[Mode] | None = None) -> list[Variant
     if plan_call.plan(a, b).mode_has_effect:
         if modes is None:
             modes = [mode for mode in available_modes() if row(mode).acts(DType.FLOAT32)]
-        different = dict.fromkeys((MathMode.FP32, *modes))
-        return [Variant(str(mode), case.sets, mode) for mode in different]
+        return {str(mode): (case.sets, mode) for mode in (MathMode.FP32, *modes)}
     copies = []
     for x, y in case.sets:
         copies.append((x.astype(np.float32), y.astype(np.float32)))
     stored = ", ".join(dict.fromkeys((a.dtype.name, b.dtype.name)))
-    variants = [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None)]
+    variants: Variants = {"float32 copies": (copies, MathMode.FP32), stored: (case.sets, None)}
     if not modes:
         modes = [mode for mode in available_modes() if row(mode).quantizes]
     for mode in modes:
         if _acts(mode, a, b):
-            variants.append(Variant(str(mode), case.sets, mode))
+            variants[str(mode)] = (case.sets, mode)
     return variants
 
 
@@ -339,9 +326,15 @@ def _acts(mode: Mode, a: Array, b: Array) -> bool:
     return plan_call.plan(a, b, math_mode=mode).mode_has_effect
 
 
+def _product(sets: list[Pair], mode: Mode | None, number: int) -> Array:
+    a, b = sets[number % len(sets)]
+    result: Array = dispatch.matmul(a, b, math_mode=mode)
+    return result
+
+
 def compare(
     case: Case,
-    variants: Sequence[Variant],
+    variants: Variants,
     *,
     rounds: int | None,
     budget: float,
@@ -354,17 +347,17 @@ def compare(
     """
     reference = Reference(*case.sets[0])
     plans = {}
+    products = {}
     errors = {}
     # Before anything is timed: the first product of a kind loads libraries and compiles.
-    for variant in variants:
-        step(variant.name)
-        plans[variant.name] = variant.plan()
-        result = np.asarray(variant(0))
-        errors[variant.name] = reference.compare(result, plans[variant.name])
+    for name, (sets, mode) in variants.items():
+        step(name)
+        plans[name] = plan_call.plan(*sets[0], math_mode=mode)
+        products[name] = partial(_product, sets, mode)
+        errors[name] = reference.compare(np.asarray(products[name](0)), plans[name])
     spinning = [name for name, plan in plans.items() if plan.kernel == "numpy"]
-    by_name = {variant.name: variant for variant in variants}
-    timings = take_turns(by_name, rounds, budget=budget, step=step, spinning=spinning)
-    baseline = timings[variants[0].name]
+    timings = take_turns(products, rounds, budget=budget, step=step, spinning=spinning)
+    baseline, *_ = timings.values()
     rows = []
     for name, timing in timings.items():
         is_noisy = bool(load.remark) or timing.is_noisy or baseline.is_noisy
