@@ -10,7 +10,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +38,9 @@ def reordered(view: QuantizedView) -> KernelCodes | None:
     row = row.of_length(array.shape[array.axis])
     memory = _packed(array, row, unit)
     like = adopted(np.empty(0, np.uint8), array.codes)
-    description = _Array(array.shape, array.axis, array.scale, row, like)
-    restored = functools.partial(_restored, description, lanes, memory)
+    restored = functools.partial(
+        _restored, lanes, memory, like, array.shape, row, array.axis, scale=array.scale
+    )
     return KernelCodes(data_pointer(memory), memory, array.scale, lanes, restored)
 
 
@@ -74,25 +75,25 @@ def packed(product: Product, addresses: Sequence[int], draw: int = 0) -> Any:
     return memory
 
 
-class _Array(NamedTuple):
-    """The description of a quantised array."""
+def _restored(
+    lanes: int,
+    memory: Any,
+    like: Any,
+    shape: tuple[int, ...],
+    row: BlockFormat,
+    axis: int,
+    scale: float,
+) -> QuantizedArray:
+    """Return an array with new codes, scales and zeros, from those in the order of the kernels.
 
-    shape: tuple[int, ...]
-    axis: int
-    scale: float
-    row: BlockFormat
-    like: Any  # an array without elements, of the library of its codes
-
-
-def _restored(array: _Array, lanes: int, memory: Any) -> QuantizedArray:
-    """Return an array with new codes, scales and zeros, from those in the order of the kernels."""
-    row = array.row
-    shapes = part_shapes(array.shape, array.axis, row)
+    ``like`` is an array without elements, of the library of its codes.
+    """
+    shapes = part_shapes(shape, axis, row)
     of_codes, of_scales, of_zeros = shapes
     batches = prod(of_codes[:-2])
     vectors = prod(of_codes[-2:-1])
     strips = -(-vectors // lanes)
-    counts = _row_counts(array, of_scales[-1])
+    counts = _row_counts(row, shape[axis], of_scales[-1])
     nbytes = strips * sum(counts) * 4 * lanes
     rows = memory.reshape(batches, -1)[:, :nbytes].reshape(batches, strips, sum(counts), 4 * lanes)
     codes, scales, zeros = np.split(rows, np.cumsum(counts)[:-1], axis=2)
@@ -104,7 +105,7 @@ def _restored(array: _Array, lanes: int, memory: Any) -> QuantizedArray:
     )
     if row.has_zeros:
         stored.append(_part(_by_vector(zeros, lanes), of_zeros, np.uint8))
-    return quantized_array(array.like, array.shape, row, array.axis, stored, array.scale)
+    return quantized_array(like, shape, row, axis, stored, scale)
 
 
 def _part(by_vector: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -117,11 +118,10 @@ def _part(by_vector: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return part.reshape(shape)
 
 
-def _row_counts(array: _Array, blocks: int) -> list[int]:
+def _row_counts(row: BlockFormat, length: int, blocks: int) -> list[int]:
     """Return the numbers of rows of codes, scales and zeros in a strip."""
-    row = array.row
     fours = -(-blocks // 4)
-    codes = -(-array.shape[array.axis] // 32) * row.bits
+    codes = -(-length // 32) * row.bits
     scales = blocks if row.has_float_scales else fours
     zeros = fours if row.has_zeros else 0
     return [codes, scales, zeros]
