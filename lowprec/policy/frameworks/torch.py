@@ -11,9 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from operator import attrgetter
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeVar
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
@@ -60,31 +59,24 @@ for _mode, (_old, _cuda, _onednn) in _WORDS.items():
     _SET[_mode] = dict(zip(_NAMES, (_old, _cuda == "tf32", *_VALUES[_mode]), strict=True))
 
 
-class _Functions(NamedTuple):
-    get_old: Callable[[], str]
-    put_old: Callable[[str], None]
-    get_cudnn: Callable[[], bool]
-    put_cudnn: Callable[[bool], None]
-    get: Callable[[str, str], str]
-    put: Callable[[str, str, str], None]
-
-
-# The functions behind `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on, ten times as
-# fast.
-_attributes = attrgetter(
-    "_get_float32_matmul_precision",
-    "_set_float32_matmul_precision",
-    "_get_cudnn_allow_tf32",
-    "_set_cudnn_allow_tf32",
-    "_get_fp32_precision_getter",
-    "_set_fp32_precision_setter",
-)
+#: The functions behind `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on, ten times as
+#: fast.
+_FUNCTIONS = {
+    "get_old": "_get_float32_matmul_precision",
+    "put_old": "_set_float32_matmul_precision",
+    "get_cudnn": "_get_cudnn_allow_tf32",
+    "put_cudnn": "_set_cudnn_allow_tf32",
+    "get": "_get_fp32_precision_getter",
+    "put": "_set_fp32_precision_setter",
+}
 
 
 @cache
-def _functions(torch: ModuleType) -> _Functions:
+def _functions(torch: ModuleType) -> SimpleNamespace:
     try:
-        functions = _Functions(*_attributes(torch._C))
+        functions = SimpleNamespace(
+            **{name: getattr(torch._C, function) for name, function in _FUNCTIONS.items()}
+        )
     except AttributeError as error:
         raise UnsupportedError(
             f"the switches of PyTorch {getattr(torch, '__version__', 'of an unknown version')} are not those of 2.9 "
@@ -172,7 +164,9 @@ def _held(leaves: Sequence[str], pairs: Sequence[Pair]) -> dict[Pair, str]:
     return {pair: leaves[_PAIRS.index(pair)] for pair in pairs}
 
 
-def _while_set(do: _Functions, held: Mapping[Pair, str], value: str, read: Callable[[], T]) -> T:
+def _while_set(
+    do: SimpleNamespace, held: Mapping[Pair, str], value: str, read: Callable[[], T]
+) -> T:
     """Call ``read`` while some newer switches have this value, then restore the values ``held``."""
     try:
         for pair in held:
@@ -183,7 +177,7 @@ def _while_set(do: _Functions, held: Mapping[Pair, str], value: str, read: Calla
             do.put(*pair, before)
 
 
-def _own_values(do: _Functions, leaves: list[str]) -> list[str]:
+def _own_values(do: SimpleNamespace, leaves: list[str]) -> list[str]:
     """Return the newer switches' own values: "none" for one that inherits its value."""
     passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
 
@@ -202,7 +196,7 @@ def _own_values(do: _Functions, leaves: list[str]) -> list[str]:
     ]
 
 
-def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:
+def _followers(do: SimpleNamespace, parent: Pair, children: Sequence[Pair]) -> set[Pair]:
     held = do.get(*parent)
     if held == "none":
         return set()
