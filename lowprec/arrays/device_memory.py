@@ -1,15 +1,16 @@
 """Device memory and streams for libraries that do not expose theirs (JAX, plain DLPack).
 
-Backends, one layer above, register a provider here.
+Backends, one layer above, register a provider here: a module with the functions of ``backends.cuda.memory``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from math import prod
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,42 +29,10 @@ PER_THREAD_STREAM = 2
 UNKNOWN_STREAM = 0
 
 
-class DeviceMemory(Protocol):
-    """Memory and stream functions of a backend; a module with these functions is a provider."""
-
-    def allocate(self, nbytes: int, device: Device, stream: int) -> Any:
-        """Return new memory for use on a stream, freed once it is destroyed and the queued work on it has run.
-
-        Its ``address`` is that of the first byte, also if it is empty. After ``used_on(stream)`` it is freed only after
-        the work that is then queued on this stream.
-        """
-
-    def own_stream(self, device: Device) -> int:
-        """Return lowprec's stream of a device, the same in every call."""
-
-    def order(self, before: int, after: int, device: Device) -> None:
-        """Make later work of stream ``after`` wait for the work queued now on stream ``before``."""
-
-    def check_captures(self, streams: Sequence[int], device: Device) -> None:
-        """Raise BackendError if ordering these streams would invalidate the capture of a graph."""
-
-    def synchronize(self, stream: int, device: Device) -> None:
-        """Block the host until the work queued now on a stream is done."""
-
-    def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-        """Queue a copy between two addresses, of the device or the host, on a stream."""
-
-    def hold(self, owners: Sequence[Any], device: Device) -> None:
-        """Keep objects alive, also after an exception, until the work of a later call of :meth:`keep` is done."""
-
-    def keep(self, owners: Sequence[Any], stream: int, device: Device) -> None:
-        """Keep objects alive until the work queued now on a stream is done."""
+_loaders: dict[int, Callable[[], ModuleType]] = {}
 
 
-_loaders: dict[int, Callable[[], DeviceMemory]] = {}
-
-
-def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
+def register(device_type: int, load: Callable[[], ModuleType]) -> None:
     """Register the devices of a ``DLDeviceType``; ``load``, called at their first use, returns the provider."""
     _loaders[device_type] = cache(load)
 
@@ -72,7 +41,7 @@ def is_served(device: Device) -> bool:
     return device.type in _loaders
 
 
-def provider(device: Device) -> DeviceMemory:
+def provider(device: Device) -> ModuleType:
     """Return the provider of a device; raise DeviceError if there is none."""
     if device.type not in _loaders:
         raise DeviceError(

@@ -94,7 +94,8 @@ class JaxLibrary(Library):
 
     def current_stream(self, device: Device) -> int | None:
         if is_served(device):
-            return provider(device).own_stream(device)
+            stream: int = provider(device).own_stream(device)
+            return stream
         return None
 
     def allocate(self, shape: Shape, dtype: DType, device: Device, like: Any) -> ArrayView:

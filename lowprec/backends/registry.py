@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any, cast
 
 from lowprec.arrays import CPU, Device
-from lowprec.arrays.device_memory import DeviceMemory, register
+from lowprec.arrays.device_memory import register
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.interface import Backend
 from lowprec.errors import DeviceError, DeviceMemoryError
@@ -71,10 +72,10 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-def _cuda_memory() -> DeviceMemory:
+def _cuda_memory() -> ModuleType:
     from lowprec.backends.cuda import memory
 
-    return cast(DeviceMemory, memory)
+    return memory
 
 
 # Memory for results of libraries that do not allocate themselves.

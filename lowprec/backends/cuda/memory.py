@@ -323,6 +323,7 @@ def order(before: int, after: int, device: Device) -> None:
 
 
 def synchronize(stream: int, device: Device) -> None:
+    """Block the host until the queued work of a stream is done."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
         call("cudaStreamSynchronize", stream)
 
@@ -347,6 +348,7 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
+    """Queue a copy between two addresses, of the device or the host, on a stream."""
     with runtime.on_device(device.index):
         runtime.copy_async(target, source, nbytes, stream)
 
