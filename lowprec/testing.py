@@ -283,8 +283,8 @@ def _bound(given: _Product) -> ErrorBound:
 
 
 def _summation(planned: GemmPlan) -> Summation:
-    on_gpu = planned.kernel_row.summation is Summation.TENSOR_CORES
-    return Summation.TENSOR_CORES if on_gpu else Summation.PAIRS  # which flushes subnormal numbers
+    on_gpu = planned.kernel_row.summation == "tensor_cores"
+    return "tensor_cores" if on_gpu else "pairs"  # which flushes subnormal numbers
 
 
 @uncompiled

@@ -20,7 +20,7 @@ from lowprec.core.rules import ALL, Rules, first_match, names
 from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, Mode, row
-from lowprec.planning import GemmPlan, GemmProblem, OperandSpec, Summation, plan_gemm
+from lowprec.planning import GemmPlan, GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
 
 _I32 = ctypes.c_int32
@@ -194,7 +194,7 @@ def _describe_type(to: _Mode, number: int, mode: Mode, dtype: DType) -> None:
         for i, rule in enumerate(plan.quantized.rules):
             assert rule is not None
             quantizing.add_rule(to.rounding[i], rule, dtype)
-            to.rounding[i].codes = plan.kernel_row.summation is Summation.BLOCKS
+            to.rounding[i].codes = plan.kernel_row.summation == "blocks"
             if rule.number_format is None:
                 to.most_k = MAX_K_INT8
         plan = plan.quantized.inner

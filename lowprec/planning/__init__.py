@@ -2,7 +2,7 @@
 
 from lowprec.planning.activations import ACTIVATIONS, parse_activation
 from lowprec.planning.bounds import ErrorBound, error_bound
-from lowprec.planning.kernels import Capabilities, KernelRow, Summation
+from lowprec.planning.kernels import Capabilities, KernelRow
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_layout
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.plan_report import PlanReport

@@ -106,7 +106,7 @@ _TILE_DEPTH = 17
 _SHORTEST_BLOCK = 16
 
 # Units that flush subnormal numbers to zero.
-_FLUSHES = (Summation.TILES, Summation.PAIRS, Summation.PAIRS_TO_ODD)
+_FLUSHES = ("tiles", "pairs", "pairs_to_odd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +169,7 @@ def _depths(
     capability: Cores | None,
 ) -> Depths:
     def of_sum(length: int) -> Depth:
-        if (
-            length
-            and kernel.summation is Summation.TENSOR_CORES
-            and accumulator is FLOAT32
-            and capability
-        ):
+        if length and kernel.summation == "tensor_cores" and accumulator is FLOAT32 and capability:
             name = fmt.name
             if kernel.imitates:
                 (name,) = kernel.formats or (name,)
@@ -195,11 +190,11 @@ def _depths(
 
 #: Roundings of a term in a sum of this length.
 _OF_CHUNK: dict[Summation, Callable[[int], int]] = {
-    Summation.SEQUENTIAL: lambda length: length,
-    Summation.PAIRS: lambda length: 2 * -(-length // 2),
-    Summation.PAIRS_TO_ODD: lambda length: 8 * -(-length // 2),
-    Summation.TILES: lambda length: _TILE_DEPTH + -(-length // TILE_K),
-    Summation.BLOCKS: lambda length: 1 + -(-length // _SHORTEST_BLOCK),
+    "sequential": lambda length: length,
+    "pairs": lambda length: 2 * -(-length // 2),
+    "pairs_to_odd": lambda length: 8 * -(-length // 2),
+    "tiles": lambda length: _TILE_DEPTH + -(-length // TILE_K),
+    "blocks": lambda length: 1 + -(-length // _SHORTEST_BLOCK),
 }
 
 

@@ -6,8 +6,7 @@ A backend passes its rows (``kernel_rows.py`` on the CPU) with the capabilities 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, unique
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT32, FLOAT64, ComputeType, DType, NumberFormat
@@ -29,16 +28,15 @@ def format_name(fmt: NumberFormat | None) -> str:
     return INT8 if fmt is None else fmt.name
 
 
-@unique
-class Summation(Enum):
-    """How a kernel sums products; ``planning.bounds`` has the error model of each."""
-
-    SEQUENTIAL = "each product rounded into the sum"
-    TILES = "bfloat16 tile instructions"
-    PAIRS = "bfloat16 vector instructions, pairs of products"
-    PAIRS_TO_ODD = "bfloat16 vector instructions, pairs of products, rounded to odd"
-    TENSOR_CORES = "tensor cores"
-    BLOCKS = "exact sums of blocks, each added with one rounding"
+#: How a kernel sums products; ``planning.bounds`` has the error model of each.
+Summation: TypeAlias = Literal[
+    "sequential",  # each product rounded into the sum
+    "tiles",  # bfloat16 tile instructions
+    "pairs",  # bfloat16 vector instructions, pairs of products
+    "pairs_to_odd",  # the same, rounded to odd
+    "tensor_cores",
+    "blocks",  # exact sums of blocks, each added with one rounding
+]
 
 
 class KernelRow(NamedTuple):
@@ -55,7 +53,7 @@ class KernelRow(NamedTuple):
     costs: tuple[tuple[str, float], ...] = ()
     cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
     cost_per_byte: float = 0.0  # of moving one byte of a temporary array, in flops
-    summation: Summation = Summation.SEQUENTIAL
+    summation: Summation = "sequential"
     # longest of the chunks in which it sums k, see `planning.schedule.chunk_length`; 0: one chunk
     k_chunk: int = 0
     parts: int = 1  # bfloat16 parts that represent an operand exactly

@@ -13,14 +13,7 @@ from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, ComputeType, DType, Numb
 from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
-from lowprec.planning.kernels import (
-    BLOCKS,
-    Capabilities,
-    KernelRow,
-    Summation,
-    choose_kernel,
-    format_name,
-)
+from lowprec.planning.kernels import BLOCKS, Capabilities, KernelRow, choose_kernel, format_name
 from lowprec.planning.layout import (
     GemmLayout,
     OperandSpec,
@@ -166,10 +159,10 @@ def _multiplies_integers(problem: GemmProblem, capabilities: Capabilities) -> bo
         return False
     if problem.ignores_product or not problem.a.shape[-1]:
         return False
-    if not any(row.summation is Summation.BLOCKS for row in rows):
+    if not any(row.summation == "blocks" for row in rows):
         return False
     for_bfloat16, _ = choose_kernel(BFLOAT16.name, capabilities)
-    if for_bfloat16.summation is Summation.TILES:
+    if for_bfloat16.summation == "tiles":
         return DType.FLOAT32 in (problem.a.dtype, problem.b.dtype)
     return True
 
@@ -369,7 +362,7 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
 def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
     """Return the copies of quantised operands, unless the kernel reads the codes."""
     copies = []
-    if plan.kernel_row.summation is Summation.BLOCKS:
+    if plan.kernel_row.summation == "blocks":
         return ()
     operands = {"a": plan.problem.a}
     if not reads_codes_of_b(plan):

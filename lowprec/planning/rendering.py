@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lowprec.modes import row
-from lowprec.planning.kernels import Summation
 from lowprec.planning.layout import MatrixStack, OperandSpec
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.reasons import Reason, ReasonKind
@@ -124,7 +123,7 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     kernel = plan.kernel_row
     if plan.quantized and (rule := plan.quantized.rules[operand]):
         codes = plan.call.first.codes if plan.call else None
-        if kernel.summation is Summation.BLOCKS:
+        if kernel.summation == "blocks":
             return f"{rule}; multiplied as integers, whose sums over a block are exact"
         return (
             f"{rule}; multiplied as {codes.name if codes else plan.quantized.inner.compute_dtype}"

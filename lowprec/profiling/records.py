@@ -10,7 +10,7 @@ from typing import Any
 from lowprec.arrays import ArrayView
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
-from lowprec.planning.kernels import Summation, format_name
+from lowprec.planning.kernels import format_name
 from lowprec.planning.tensor_cores import first_capability, tensor_cores_multiply
 
 _EMPTY = "the product is empty"
@@ -46,7 +46,7 @@ def units_of(plan: GemmPlan, used: bool | None) -> tuple[bool, bool | None, str]
 
 def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> tuple[bool, bool | None, str]:
     row = plan.kernel_row
-    tiles = [x for x in plan.capabilities.kernels if x.summation is Summation.TILES]
+    tiles = [x for x in plan.capabilities.kernels if x.summation == "tiles"]
     eligible = any(x.formats is not None and fmt in x.formats for x in tiles)
     if used:
         reason = row.units

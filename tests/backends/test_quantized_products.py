@@ -14,7 +14,6 @@ from lowprec.backends.cpu import library as native
 from lowprec.backends.cpu import products
 from lowprec.formats import BLOCK_FORMATS, FLOAT8_E5M2, FLOAT8_E8M0FNU, BlockFormat
 from lowprec.modes import available_modes
-from lowprec.planning import Summation
 from support import cpu_units, machines
 from support.programs import in_threads
 
@@ -572,7 +571,7 @@ def test_integers_in_blocks_have_the_same_bits_everywhere(of_a, fmt, moderate, m
             check(a, b, want, out_dtype="float32")
         for unit in filter(cpu_units.has, INT8_UNITS):
             with machines.only(unit):
-                assert lowprec.plan(a, b).kernel_row.summation is Summation.BLOCKS
+                assert lowprec.plan(a, b).kernel_row.summation == "blocks"
                 for other in (b, lowprec.prepare(b)):
                     found = lowprec.matmul(a, other, out_dtype="float32")
                     np.testing.assert_array_equal(found, want)
@@ -602,7 +601,7 @@ def test_int8_in_blocks_has_the_same_bits_everywhere(mode, of_b, monkeypatch):
             with machines.on("NumPy alone"):
                 want = lowprec.matmul(a, weight, math_mode=mode)
             made = check(a, weight, want, math_mode=mode)
-            assert made.kernel_row.summation is Summation.BLOCKS
+            assert made.kernel_row.summation == "blocks"
             for unit in filter(cpu_units.has, INT8_UNITS):
                 with machines.only(unit):
                     prepared = lowprec.prepare(weight, math_mode=None if of_b else mode)

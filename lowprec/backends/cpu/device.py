@@ -20,7 +20,7 @@ from lowprec.errors import EnvironmentVariableError, warn
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import MathMode
 from lowprec.modes import row as mode_row
-from lowprec.planning import Capabilities, KernelRow, Summation
+from lowprec.planning import Capabilities, KernelRow
 from lowprec.policy import environment
 from lowprec.policy.resolution import emulated_architecture
 
@@ -58,11 +58,7 @@ def info() -> dict[str, Any]:
     warnings: list[str] = []
     try:
         able = _capabilities()
-        rows = [
-            x
-            for x in able.kernels
-            if x.requires in able.features and x.summation is not Summation.BLOCKS
-        ]
+        rows = [x for x in able.kernels if x.requires in able.features and x.summation != "blocks"]
         device["instruction_sets"] = list(_instruction_sets(rows))
         device["units"] = [row.units for row in rows if row.holds_in is None and row.parts == 1]
         warnings = list(_warnings(rows))
@@ -74,7 +70,7 @@ def info() -> dict[str, Any]:
 def _warnings(rows: list[KernelRow]) -> Iterator[str]:
     if (why := library.unavailable_reason()) is not None:
         yield _WITHOUT.format(why)
-    elif not any(row.summation is Summation.TILES for row in rows):
+    elif not any(row.summation == "tiles" for row in rows):
         on_units = {name for row in rows if row.holds_in is None for name in row.formats or ()}
         in_fp32 = {TF32.name, FLOAT16.name, BFLOAT16.name} - on_units
         modes = [str(m) for m in MathMode if _multiplied(m) in in_fp32]

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowprec.backends.cpu.library import BLOCK_TYPES, INSTRUCTION_SETS
 from lowprec.formats import DType
-from lowprec.planning import KernelRow, Summation
+from lowprec.planning import KernelRow
 from lowprec.planning.kernels import BLOCKS
 
 _COMPILED = KernelRow(name="", units="", products_per_complex=4, packs=True, keeps_b=True)
@@ -23,7 +23,7 @@ _FP32 = _COMPILED._replace(
 )
 #: Chunks of as many bytes as in FP32.
 _BF16 = _COMPILED._replace(
-    formats=frozenset({"bfloat16"}), cost_per_flop=0.4, cost_per_element=40.0, summation=Summation.PAIRS, k_chunk=768,
+    formats=frozenset({"bfloat16"}), cost_per_flop=0.4, cost_per_element=40.0, summation="pairs", k_chunk=768,
     decodes_b=frozenset({"mxfp8", "mxfp4", "nvfp4"}),
 )  # fmt: skip
 _INT8 = _COMPILED._replace(formats=frozenset({"int8"}), cost_per_flop=0.25, cost_per_element=10.0)
@@ -39,7 +39,7 @@ def _on(kernel: KernelRow, unit: str, words: str, **differences: Any) -> KernelR
 
 BF16_AMX = _on(
     _BF16, "bf16_amx", "bfloat16 tile units (AMX)",
-    cost_per_flop=0.09, cost_per_element=130.0, summation=Summation.TILES,
+    cost_per_flop=0.09, cost_per_element=130.0, summation="tiles",
 )  # fmt: skip
 #: A TF32 or float16 value is the exact sum of two bfloat16 values.
 BF16_AMX_PAIR = BF16_AMX._replace(
@@ -56,9 +56,7 @@ INT8_AMX = _on(
 INT8_AVX512 = _on(_INT8, "int8_avx512", "int8 vector units (AVX512-VNNI)")
 INT8_AVXVNNI = _on(_INT8, "int8_avxvnni", "int8 vector units (AVX-VNNI)", cost_per_flop=0.55)
 INT8_AVX2 = _on(_INT8, "int8_avx2", "int16 vector units (AVX2)", cost_per_flop=0.6)
-BF16_NEON = _on(
-    _BF16, "bf16_neon", "bfloat16 vector units (NEON)", summation=Summation.PAIRS_TO_ODD
-)
+BF16_NEON = _on(_BF16, "bf16_neon", "bfloat16 vector units (NEON)", summation="pairs_to_odd")
 FP32_NEON = _on(_FP32, "fp32_neon", "FP32 vector units (NEON)")
 INT8_NEON = _on(_INT8, "int8_neon", "int8 vector units (NEON)")
 
@@ -74,7 +72,7 @@ def _of_blocks(kernel: KernelRow) -> KernelRow:
         name=f"{kernel.name}_blocks",
         formats=frozenset({BLOCKS}),
         k_chunk=512,
-        summation=Summation.BLOCKS,
+        summation="blocks",
         decodes_b=frozenset({"mxfp4", "nvfp4", "int8_blocks", "int8", "int4"}),
         cost_per_flop=kernel.cost_per_flop * 1.5,
     )

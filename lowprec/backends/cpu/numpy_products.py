@@ -22,7 +22,7 @@ from lowprec.backends.cpu.numpy_rounding import Split, components, is_expressibl
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, DType, NumberFormat
 from lowprec.modes import row
-from lowprec.planning import GemmPlan, Summation
+from lowprec.planning import GemmPlan
 from lowprec.planning.stored import kept_modes
 from lowprec.planning.tensor_cores import BLOCK_KINDS
 
@@ -37,7 +37,7 @@ def prepare(plan: GemmPlan) -> Executor:
     if plan.compute_dtype is DType.INT8:
         return functools.partial(execute, plan, _multiply_int8)
     kernel = plan.kernel_row
-    if kernel.summation is Summation.BLOCKS:
+    if kernel.summation == "blocks":
         return functools.partial(execute_blocks, plan)
     if kernel.formats and kernel.formats <= BLOCK_KINDS.keys():
         return functools.partial(execute_scaled, plan)

@@ -23,7 +23,7 @@ from lowprec.backends.cpu.library import Product
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.errors import BackendError
 from lowprec.formats import DType
-from lowprec.planning import GemmPlan, GemmProblem, OperandSpec, Summation, plan_gemm
+from lowprec.planning import GemmPlan, GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.stored import kept_modes, reads_codes_of_b
 
 _call = library.call_bytes
@@ -39,7 +39,7 @@ def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel is a unit of the library."""
     problem = plan.problem
     whole = _of_rounded(plan)
-    reads_a = plan.kernel_row.summation is Summation.BLOCKS
+    reads_a = plan.kernel_row.summation == "blocks"
     reads_codes = reads_a or reads_codes_of_b(whole)
     a = whole.problem.a
     b = whole.problem.b

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec.backends.cuda.runtime import DeviceProperties
 from lowprec.formats import ComputeType
-from lowprec.planning import Capabilities, KernelRow, Summation
+from lowprec.planning import Capabilities, KernelRow
 from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
 from lowprec.planning.tensor_cores import Capability
 
@@ -18,7 +18,7 @@ CUBLASLT = KernelRow(
     costs=(("tf32", 51.4 / 403), ("bfloat16", 51.4 / 806), ("float16", 51.4 / 806)),
     cost_per_element=100.0,
     cost_per_byte=13.0,
-    summation=Summation.TENSOR_CORES,
+    summation="tensor_cores",
     concatenates=True,
     keeps_b=True,
     is_cublaslt=True,

@@ -8,7 +8,7 @@ from lowprec.architectures import Emulated
 from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.errors import UnsupportedError
 from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
-from lowprec.planning import KernelRow, Summation
+from lowprec.planning import KernelRow
 from lowprec.planning.tensor_cores import BLOCK_KINDS, Accumulation, accumulation
 
 #: Formats that are emulated, by name.
@@ -46,7 +46,7 @@ def _kernel(architecture: Emulated, fmt: str) -> KernelRow:
             f"{model.fraction_bits} fraction bits, rounded toward zero"
         ),
         formats=frozenset({fmt}),
-        summation=Summation.TENSOR_CORES,
+        summation="tensor_cores",
         imitates=architecture,
         # Measured for 512 x 512 x 512 with AVX-512 against numpy.matmul, one thread each: 6 to 12.
         cost_per_flop=8.0,
