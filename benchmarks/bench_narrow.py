@@ -9,6 +9,7 @@ sets of operands take turns.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,7 @@ def compared(
     weights = [rng.standard_normal((n, k), dtype=np.float32) for _ in range(SETS)]
     rows: list[Any] = []  # of the calls, which read them at each
     narrow_libraries.use_threads(count)
+    clock = time.thread_time if count == 1 else time.perf_counter  # without the time of other processes
     calls: dict[str, Any] = {}
     for library, found in narrow_libraries.all_calls(rows, weights, count):
         calls |= found
@@ -89,7 +91,7 @@ def compared(
     for m in rows_of:
         rows[:] = [rng.standard_normal((m, k), dtype=np.float32) for _ in range(SETS)]
         of_these = rounds if m <= MANY else min(rounds, FEWER)
-        times = timing.interleave(calls, rounds=of_these, sets=SETS, seed=seed)
+        times = timing.interleave(calls, rounds=of_these, sets=SETS, seed=seed, clock=clock)
         base = min(
             (name for name in calls if name.startswith("numpy")),
             key=lambda name, times=times: np.median(times[name]),
