@@ -23,7 +23,7 @@ SOURCES = (
 #: Products that an interception leaves to the library: the only list of them on the first pages.
 NOT_TAKEN = """\
 - On GPUs: recurrent layers, convolutions, and attention in one kernel.
-- Products of two activations stay in `bf16` where a mode quantises, unless a rule names them. Products of two
+- PyTorch's products of two activations are in `bf16` where a mode quantises, unless a rule names them. Products of two
   vectors, and those inside solvers and factorisations, keep their precision unless a rule names them.
 - Sparse tensors, weights that are already quantised, and C++ programs of Inductor (`max_autotune`, AOTInductor).
 - Sums, norms, softmax, activation functions, optimizers: everything that is not a matrix product.
