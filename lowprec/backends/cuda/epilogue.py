@@ -14,6 +14,7 @@ from lowprec.backends.cuda.libraries import cached
 from lowprec.backends.cuda.steps import (
     LaunchBatch,
     Step,
+    Used,
     are_multiples,
     batch_dimensions,
     kernel_step,
@@ -91,22 +92,9 @@ def _kernel(
     """Return the kernel for the batch of one launch, by the alignment of the pointers."""
     itemsizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
     vector = max(1, STEP_BYTES // min(itemsizes))
-    names = ["product", "out"]
     if spec.c:
-        names.append("c")
         itemsizes.append(spec.c.dtype.itemsize)
-    arrays = zip(names, batch.offsets, itemsizes, strict=False)
-    used = [(name, at * nbytes) for name, at, nbytes in arrays]
-    if spec.bias:
-        used.append(("bias", 0))
-    if spec.is_scaled:
-        of_rows, of_cols = spec.factors
-        scales = (("scales_a", of_rows, rows), ("scales_b", of_cols, cols))
-        for name, factors, (extent, _) in scales:
-            first = 0
-            if spec.scaled or factors == 2:
-                first = batch.before * extent
-            used.append((name, first * EXPONENT_BYTES))
+    used = _used(spec, itemsizes, rows, cols, batch)
 
     def launch(vector: int, masks: Sequence[int]) -> Launch:
         """Return the kernel with ``vector`` elements per thread."""
@@ -136,6 +124,25 @@ def _kernel(
         if len(masks) > 1:
             launches.insert(0, launch(vector, masks.copy()))
     return kernel_step(used, launches, has_factors=True)
+
+
+def _used(
+    spec: Epilogue, itemsizes: list[int], rows: Dimension, cols: Dimension, batch: LaunchBatch
+) -> Used:
+    """Return the addresses that a kernel reads and writes, with the offsets of its first matrix in bytes."""
+    arrays = zip(("product", "out", "c"), batch.offsets, itemsizes, strict=False)
+    used = [(name, at * nbytes) for name, at, nbytes in arrays]
+    if spec.bias:
+        used.append(("bias", 0))
+    if spec.is_scaled:
+        of_rows, of_cols = spec.factors
+        scales = (("scales_a", of_rows, rows), ("scales_b", of_cols, cols))
+        for name, factors, (extent, _) in scales:
+            first = 0
+            if spec.scaled or factors == 2:
+                first = batch.before * extent
+            used.append((name, first * EXPONENT_BYTES))
+    return used
 
 
 def _definitions(spec: Epilogue, vector: int) -> Macros:

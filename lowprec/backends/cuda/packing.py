@@ -298,28 +298,12 @@ def _quantizing(
 ) -> Step:
     """Return the kernel for the matrices of a launch."""
     source = packing.source
-    out_rows = packing.padded_rows
     out_cols = packing.leading_dimension
     if packing.scale_mode == "VEC16_UE4M3":
         out_cols *= 2  # numbers in an element
-    tiles = batch.matrices * -(-out_rows // TILE_VECTORS) * -(-out_cols // _TILE_LENGTH)
+    tiles = batch.matrices * -(-packing.padded_rows // TILE_VECTORS) * -(-out_cols // _TILE_LENGTH)
 
     def launch(loads: int, *masks: int) -> Launch:
-        constants = [
-            rule.seed - (rule.seed >> 63 << 64),  # the signed number with the same 64 bits
-            source.rows,
-            source.cols,
-            source.row_stride,
-            source.col_stride,
-            batch.matrices,
-            *batch.extents,
-            *batch.strides[0],
-            bool(masks),
-            out_rows,
-            out_cols,
-            batch.offsets[1],
-            *batch.strides[1],
-        ]
         definitions = _quantizing_macros(packing, rule, seeks, loads)
         return Launch(
             "quantize",
@@ -329,7 +313,7 @@ def _quantizing(
             tiles,
             _TILE_BLOCK,
             "5Q",
-            constants,
+            _quantizing_constants(packing, rule, batch, bool(masks), out_cols),
             masks,
         )
 
@@ -341,14 +325,40 @@ def _quantizing(
         launches.insert(0, launch(along_vectors, 0, mask))
         if source.col_stride == 1 and are_multiples(STEP_BYTES, source.dtype.itemsize, strides):
             launches.insert(0, launch(_DIRECTLY, mask, mask))
+    return kernel_step(_used_by_quantizing(packing, rule, batch, operand), launches)
+
+
+def _quantizing_constants(
+    packing: Packing, rule: Rule, batch: LaunchBatch, is_aligned: bool, out_cols: int
+) -> list[int]:
+    source = packing.source
+    return [
+        rule.seed - (rule.seed >> 63 << 64),  # the signed number with the same 64 bits
+        source.rows,
+        source.cols,
+        source.row_stride,
+        source.col_stride,
+        batch.matrices,
+        *batch.extents,
+        *batch.strides[0],
+        is_aligned,
+        packing.padded_rows,
+        out_cols,
+        batch.offsets[1],
+        *batch.strides[1],
+    ]
+
+
+def _used_by_quantizing(packing: Packing, rule: Rule, batch: LaunchBatch, operand: str) -> Used:
+    """Return the addresses that a kernel reads and writes, with the offsets of its first matrix in bytes."""
+    source = packing.source
     peaks = packing.scale_words
     if not rule.has_tensor_scale:
         peaks += batch.before * packing.peaks // prod(source.batch_shape)
-    used = [
+    return [
         (operand, batch.offsets[0] * source.dtype.itemsize),
         (f"packed_{operand}", batch.before * packing.matrix_stride * packing.dtype.itemsize),
         (f"scales_{operand}", batch.before * source.rows * EXPONENT_BYTES),
         (f"scales_{operand}", peaks * EXPONENT_BYTES),
         (f"draw_{operand}", 0),
     ]
-    return kernel_step(used, launches)
