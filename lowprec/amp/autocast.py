@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from threading import get_ident
 from types import ModuleType
 from typing import Any
 
 from lowprec import contractions, plotting
-from lowprec.amp.casting import CastArguments, by_list, has_type, is_operand
+from lowprec.amp.casting import by_list, has_type, is_operand
 from lowprec.amp.policy import Policy, as_policy
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
@@ -194,16 +195,17 @@ class AutocastNamespace:
                 outs = args[inputs:]
                 args = args[:inputs]
                 kwargs["out"] = outs if len(outs) > 1 else outs[0]
-            operands = CastArguments(args, kwargs)
+            to = None
+            scope: AbstractContextManager[Any] = nullcontext()
             if which is not None:
-                operands = by_list(policy.compute, which, args, kwargs, whole)
-            with operands.scope():
-                by_lowprec = is_product and _are_multiplied(name, operands)
+                args, kwargs, to, scope = by_list(policy.compute, which, args, kwargs, whole)
+            with scope:
+                by_lowprec = is_product and _are_multiplied(name, args)
                 if by_lowprec:
-                    result = _multiplied(whole, name, operands)
+                    result = _multiplied(whole, name, args, kwargs)
                 else:
-                    result = function(*operands.args, **operands.kwargs)
-            key = get_ident(), name, operands.to, by_lowprec
+                    result = function(*args, **kwargs)
+            key = get_ident(), name, to, by_lowprec
             counts[key] = counts.get(key, 0) + 1
             return result
 
@@ -212,16 +214,14 @@ class AutocastNamespace:
         )
 
 
-def _are_multiplied(name: str, operands: CastArguments) -> bool:
+def _are_multiplied(name: str, args: tuple[Any, ...]) -> bool:
     """Whether lowprec computes the product; for arguments of other kinds it raises the error."""
-    if name == "linear" and (len(operands.args) < 2 or operands.args[1].ndim != 2):
+    if name == "linear" and (len(args) < 2 or args[1].ndim != 2):
         return False  # PyTorch accepts keywords of its own, and a vector
-    return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
+    return all(dtype_name(x) in _DTYPES for x in args if is_operand(x))
 
 
-def _multiplied(xp: Any, name: str, operands: CastArguments) -> Any:
-    args = operands.args
-    kwargs = dict(operands.kwargs)
+def _multiplied(xp: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     multiply = _PRODUCTS[name]
     if "dims" in kwargs:  # PyTorch's word
         kwargs["axes"] = kwargs.pop("dims")

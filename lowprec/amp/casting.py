@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lowprec.arrays import is_array
 from lowprec.arrays.namespaces import cast, dtype_name, shape_of
-from lowprec.modes import MathMode, Mode
+from lowprec.modes import MathMode
 from lowprec.policy import math_mode, resolve
 
 #: Floating-point types, from wide to narrow; neither of bfloat16 and float16 includes the other.
@@ -22,50 +20,39 @@ _NARROW = FLOATS[2:]
 _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.FP16}
 
 
-@dataclass(frozen=True)
-class CastArguments:
-    """The arguments of a call, cast or not."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    #: The type of the cast operands, or the type to which products round; None if nothing changes.
-    to: str | None = None
-    mode: Mode | None = None  # of products, where the operands' type does not determine it
-
-    def scope(self) -> AbstractContextManager[Any]:
-        if self.mode is None:
-            return contextlib.nullcontext()
-        return math_mode(self.mode)
+#: Arguments of a call, cast or not, and the type of the cast operands, or to which products round; None if nothing
+#: changes.
+Cast: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], str | None]
 
 
 def by_list(
     compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None
-) -> CastArguments:
-    """Return the operands in the type that a list ("allow", "deny", "infer") requires.
+) -> tuple[tuple[Any, ...], dict[str, Any], str | None, AbstractContextManager[Any]]:
+    """Return the operands in the type that a list ("allow", "deny", "infer") requires, and a scope for the call.
 
     Floats narrower than 64 bits are cast, also in lists and tuples, but not ``out``. ``compute`` is the policy's type
     of products, float32 in ``fp32_guard``; where the namespace ``xp`` lacks it, a math mode replaces it.
     """
     if which == "infer":
-        return _promoted(args, kwargs)
+        return *_promoted(args, kwargs), nullcontext()
     if which == "deny" or compute == "float32":
-        return _cast_all(args, kwargs, "float32")
+        return *_cast_all(args, kwargs, "float32"), nullcontext()
     mode = _MODES[compute]
     if resolve(mode).mode is not mode:
-        return _cast_all(args, kwargs, "float32")
+        return *_cast_all(args, kwargs, "float32"), nullcontext()
     if compute != "tf32" and (xp is None or has_type(xp, compute)):
-        return _cast_all(args, kwargs, compute)
-    operands = _cast_all(args, kwargs, "float32")
-    if "float32" in _dtypes(operands.args, operands.kwargs):
-        return replace(operands, to=compute, mode=mode)
-    return operands
+        return *_cast_all(args, kwargs, compute), nullcontext()
+    args, kwargs, to = _cast_all(args, kwargs, "float32")
+    if "float32" in _dtypes(args, kwargs):
+        return args, kwargs, compute, math_mode(mode)
+    return args, kwargs, to, nullcontext()
 
 
-def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CastArguments:
+def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cast:
     """Return the operands in the widest of their types."""
     names = _dtypes(args, kwargs).intersection(FLOATS)
     if len(names) < 2:
-        return CastArguments(args, kwargs)
+        return args, kwargs, None
     if names >= {"bfloat16", "float16"}:
         names.add("float32")
     widest = min(names, key=FLOATS.index)
@@ -84,7 +71,7 @@ def _dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
 
 def _cast_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False
-) -> CastArguments:
+) -> Cast:
     changed = False
 
     def one(x: Any) -> Any:
@@ -99,8 +86,8 @@ def _cast_all(
     args = tuple(map(one, args))
     kwargs = {name: x if name == "out" else one(x) for name, x in kwargs.items()}
     if not changed:
-        return CastArguments(args, kwargs)
-    return CastArguments(args, kwargs, to)
+        return args, kwargs, None
+    return args, kwargs, to
 
 
 def is_operand(x: Any) -> bool:

@@ -222,9 +222,9 @@ class Policy:
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            operands = by_list(self.compute, which, args, kwargs)
-            with operands.scope():
-                return fn(*operands.args, **operands.kwargs)
+            args, kwargs, _, scope = by_list(self.compute, which, args, kwargs)
+            with scope:
+                return fn(*args, **kwargs)
 
         return call
 
