@@ -265,8 +265,8 @@ def row(mode: Mode) -> ModeRow:
     return _ROWS[mode if type(mode) is MathMode else MathMode(mode.base)]  # type: ignore[union-attr]
 
 
-def rules_of(mode: Mode) -> tuple[recipes.Rule, recipes.Rule]:
-    """Return how a mode that quantises rounds ``a`` and ``b``."""
+def rules_of(mode: Mode) -> tuple[recipes.Rule | None, recipes.Rule | None]:
+    """Return how a mode that quantises rounds ``a`` and ``b``, None for one that is not rounded."""
     if isinstance(mode, MathMode):
         return recipes.FORMATS[mode]
     return mode.rules

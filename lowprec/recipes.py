@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -24,6 +25,7 @@ MODES = tuple(row.name for row in formats.NARROW if row.is_mode)
 
 _PAIRS = ("forward", "grad_input", "grad_weight")
 _LEGAL: dict[str, tuple[Any, ...]] = {
+    "backward_override": (None, "high_precision", "dequantized"),
     "scale_rule": ("floor", "rceil", "even"),
     "rounding": ("nearest", "stochastic", "stochastic_gradients"),
     "hadamard": (0, 16),
@@ -52,6 +54,9 @@ class Recipe:
         Formats of the products of the backward pass; by default those of ``forward``. Also a mode that does not
         quantise: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bf16x3"`` or ``"bf16x6"``; or a recipe with the
         settings of this product.
+    backward_override : {"high_precision", "dequantized"}, optional
+        Products of the backward pass are in FP32 and do not round gradients, as in TransformerEngine. The input and
+        the weight are the original ones, or as the forward product rounds them, along the axis that it sums over.
     scale_rule : {"floor", "rceil", "even"}
         Scales of the MX formats: rounded down as in the OCP specification, which clips the largest numbers of a block,
         up as by cuBLAS and TransformerEngine, or down from the largest number as it is rounded to the precision of the
@@ -96,6 +101,7 @@ class Recipe:
     forward: str | tuple[str, str]
     grad_input: str | tuple[str, str] | Recipe | None = None
     grad_weight: str | tuple[str, str] | Recipe | None = None
+    backward_override: Literal["high_precision", "dequantized"] | None = None
     scale_rule: ScaleRule = "floor"
     rounding: Rounding = "nearest"
     seed: int | None = None
@@ -143,20 +149,28 @@ class Recipe:
         options = {
             "fast_accum": all(pair and all(rule.is_float8 for rule in pair) for pair in fast),
             "scale_rule": self.scale_rule == "floor"
-            or any(_ruled(rule, self.scale_rule) != rule for rule in rules),
+            or any(rule.scaled_by(self.scale_rule) != rule for rule in rules),
             "weight_block": not self.weight_block
             or any(rule.block_scale == "e4m3" for rule in rules),
         }
+        recipe = text_of(self.forward)
+        if self.backward_override:
+            recipe += f" with backward_override={self.backward_override}"
+            options |= {x: not getattr(self, x) for x in ("grad_input", "grad_weight", "hadamard")}
+            options["fast_accum"] = options["fast_accum"] and self.fast_accum in ((), ("forward",))
+            options["rounding"] = self.rounding != "stochastic_gradients"
         for name, has_effect in options.items():
             if not has_effect:
                 text = text_of(getattr(self, name))
                 raise ModeError(
-                    f"{name}={text} has no effect on a recipe of {text_of(self.forward)}; omit {name}="
+                    f"{name}={text} has no effect on a recipe of {recipe}; omit {name}="
                 )
 
     def in_pass(self, product: Pass) -> str | Recipe:
         """Return the recipe of one of the three products, or its mode's name."""
         names = getattr(self, product)
+        if self.backward_override == "high_precision" and product != "forward":
+            return "fp32"
         if isinstance(names, str) and names in PLAIN:
             return names
         return self.of(product)
@@ -192,11 +206,8 @@ class Recipe:
 
     def at(self, step: int | None = None, layer: int | None = None) -> Recipe:
         """Return the recipe for a step and a layer, each with its random numbers."""
-        if step is None:
-            step = self.step
-        if layer is None:
-            layer = self.layer
-        return replace(self, step=step, layer=layer)
+        given: dict[str, Any] = {"step": step, "layer": layer}
+        return replace(self, **{name: x for name, x in given.items() if x is not None})
 
     def of(self, product: Pass) -> Recipe:
         """Return the recipe of one of the three products."""
@@ -223,8 +234,8 @@ class Recipe:
         return self.step << (STEP_BIT - 1) | self.layer << 2 | _PAIRS.index(self.product)
 
     @property
-    def rules(self) -> tuple[Rule, Rule]:
-        """The rules of both operands of this product."""
+    def rules(self) -> tuple[Rule | None, Rule | None]:
+        """The rules of both operands of this product, None for one that is not rounded."""
         return _rules(self)
 
     @property
@@ -236,8 +247,7 @@ class Recipe:
 
     def _given(self) -> list[tuple[str, Any]]:
         _, *optional = fields(self)
-        named = [(f.name, getattr(self, f.name), f.default) for f in optional]
-        return [(name, value) for name, value, default in named if value != default]
+        return [(f.name, x) for f in optional if (x := getattr(self, f.name)) != f.default]
 
     def __repr__(self) -> str:
         given = [f"{name}={x!r}" for name, x in self._given()]
@@ -284,7 +294,7 @@ def _pair(names: Any) -> Any:
 
 _READERS: dict[str, Any] = {
     **dict.fromkeys(("grad_input", "grad_weight"), _names),
-    **dict.fromkeys(("scale_rule", "rounding", "product"), str),
+    **dict.fromkeys(("backward_override", "scale_rule", "rounding", "product"), str),
     **dict.fromkeys(("seed", "hadamard", "step", "layer"), int),
     "weight_block": lambda text: tuple(int(x) for x in text.split("x")),
     "fast_accum": lambda text: tuple(text.split("/")),
@@ -321,18 +331,14 @@ def _checked_pair(name: str, value: Any) -> Any:
             )
     a, b = map(str, pair)
     families = {x.removesuffix("_e5m2") for x in (a, b)}
-    alone = {
-        x.removesuffix("_e5m2")
-        for x in (a, b)
-        if rules_of_format(x)[0].block_scale == "float32" and ":" in x
+    with_float_blocks = {
+        x for x in families if ":" in x and rules_of_format(x)[0].block_scale == "float32"
     }
-    if len(families) > 1 and not families.isdisjoint({*_ALONE, *alone}):
+    if len(families) > 1 and families & {*_ALONE, *with_float_blocks}:
         raise ModeError(
             f"{name} of a recipe: {a} and {b} cannot be multiplied; {' and '.join(_ALONE)} need one format"
         )
-    if a == b:
-        return a
-    return a, b
+    return a if a == b else (a, b)
 
 
 def _checked_recipe(name: str, recipe: Recipe) -> Any:
@@ -357,10 +363,9 @@ _ALONE = ("int8", "fp8_blocks")
 def _checked_integer(name: str, value: Any, bits: int) -> int | None:
     if value is None and name == "seed":
         return None
-    try:
+    number = -1
+    with suppress(TypeError):
         number = operator.index(value)
-    except TypeError:
-        number = -1
     if isinstance(value, bool) or not 0 <= number < 1 << bits:
         raise ModeError(
             f"{name} of a recipe must be an integer from 0 to 2^{bits} - 1, got {quoted(value)}"
@@ -385,7 +390,10 @@ def _formats_of(recipe: Recipe, product: str) -> tuple[Rule, ...]:
 
 
 @cache
-def _rules(recipe: Recipe) -> tuple[Rule, Rule]:
+def _rules(recipe: Recipe) -> tuple[Rule | None, Rule | None]:
+    if recipe.backward_override and recipe.product != "forward":
+        first, second = [r and r._replace(across=True) for r in _rules(recipe.of("forward"))]
+        return (None, second) if recipe.product == "grad_input" else (first, None)
     rules = _formats_of(recipe, recipe.product)
     if not rules:
         raise ModeError(f"the product {recipe.product} of the recipe {recipe} does not quantise")
@@ -396,21 +404,12 @@ def _rules(recipe: Recipe) -> tuple[Rule, Rule]:
     return _refined(a, recipe, 0), _refined(b, recipe, 1)
 
 
-def _ruled(rule: Rule, scale_rule: str) -> Rule:
-    """Return the rule of a format with the scales of a recipe."""
-    if rule.block_scale == "floor":
-        return rule._replace(block_scale=scale_rule)
-    if scale_rule == "rceil" and rule.elements in ("e4m3", "e5m2"):
-        return rule._replace(power_scales=True)
-    return rule
-
-
 def _refined(rule: Rule, recipe: Recipe, operand: int) -> Rule:
     """Return the rule of a format with the settings of a recipe for operand 0 or 1."""
     seed = recipe.seed or 0
     is_gradient = _GRADIENTS[recipe.product][operand]
     is_weight = recipe.knows_weight and _WEIGHTS[recipe.product][operand]
-    rule = _ruled(rule, recipe.scale_rule)
+    rule = rule.scaled_by(recipe.scale_rule)
     if recipe.product == "grad_weight" and rule.block_scale == "float32":
         rule = rule._replace(block=(1, rule.block[1]))  # both operands are activations or gradients
     if is_weight and recipe.weight_block and rule.block_scale == "e4m3":

@@ -31,6 +31,9 @@ class Rule(NamedTuple):
     )
     # magnitudes that the largest number of a block becomes, of which the best is chosen; () for the largest element
     peaks: tuple[float, ...] = ()
+    across: bool = (
+        False  # rounded along the other axis, as in the forward product, and multiplied in FP32
+    )
 
     @property
     def number_format(self) -> NumberFormat | None:
@@ -64,8 +67,9 @@ class Rule(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether kernels have the scales."""
-        return self.outer == "tensor" and not self.peaks and self.block_scale != "e5m3"
+        """Whether kernels have the scales along k."""
+        has_scales = self.outer == "tensor" and not self.peaks and self.block_scale != "e5m3"
+        return has_scales and not self.across
 
     @property
     def scales(self) -> NumberFormat | None:
@@ -96,10 +100,20 @@ class Rule(NamedTuple):
     def is_stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
+    def scaled_by(self, scale_rule: str) -> Rule:
+        """Return the rule with the scales of a recipe."""
+        if self.block_scale == "floor":
+            return self._replace(block_scale=scale_rule)
+        if scale_rule == "rceil" and self.elements in ("e4m3", "e5m2"):
+            return self._replace(power_scales=True)
+        return self
+
     def drawn(self, draw: int, operand: int) -> Rule:
         """Return the rule with the stream of random numbers of an operand, 0 or 1, of a product (`Recipe.draw`)."""
         if not self.is_stochastic:
             return self
+        if self.across:  # the numbers of the forward product
+            draw -= draw % 4
         return self._replace(stream=2 * draw + operand)
 
     @property
@@ -142,6 +156,8 @@ class Rule(NamedTuple):
             text += f", after a Hadamard transform of {self.hadamard}"
         if self.is_stochastic:
             text += ", rounded stochastically"
+        if self.across:
+            text += ", as in the forward product"
         return text
 
 

@@ -107,6 +107,19 @@ def rounded(
     return values, _stored_scales(found, rule, shape, xp), whole
 
 
+def rounded_numbers(x: Any, axis: int, rule: Rule, xp: Any, step: Any = None) -> Any:
+    """Return the float32 numbers, scales included, to which :func:`rounded` rounds an array."""
+    values, scales, scale = rounded(x, axis, rule, xp, step)
+    values = xp.moveaxis(converted(values, xp.float32), axis, -1) * scale
+    if scales is not None and rule.scaling == "block" and rule.block_scale == "float32":
+        high, wide = rule.block
+        scales = xp.repeat(xp.repeat(xp.moveaxis(scales, -1, -2), high, -2), wide, -1)
+        values = values * scales[..., : values.shape[-2], : values.shape[-1]]
+    elif scales is not None:
+        values = values * scales[..., None]
+    return xp.moveaxis(values, -1, axis)
+
+
 def _stored_scales(found: BlockScales, rule: Rule, shape: Shape, xp: Any) -> Any:
     """Return the float32 scales of vectors or blocks; None without these."""
     if rule.scaling == "vector":

@@ -36,10 +36,12 @@ def of_numbers(x: Any, least: float) -> OperandStatistics:
     return OperandStatistics(float(size.max()), float(underflow.mean()))
 
 
-def of_codes(x: Any, axis: int, rule: Rule, most: int) -> OperandStatistics:
+def of_codes(x: Any, axis: int, rule: Rule | None, most: int) -> OperandStatistics:
     """Return the statistics of an operand that is rounded to nearest along an axis, without a transform."""
-    if not x.size:
-        return OperandStatistics()
+    if rule is None or not x.size:
+        return of_numbers(x, 0.0)
+    if rule.across:
+        axis = -3 - axis
     numbers = np.moveaxis(np.atleast_2d(x), axis, -1)
     with np.errstate(all="ignore"):
         if numbers.size > most and rule.block[0] == 1:

@@ -166,11 +166,12 @@ def _quantized(
             step = None
     of_a = axes_of(a, contraction.dimensions, 0)
     of_b = axes_of(b, contraction.dimensions, 1)
-    first, second = rules_of(mode)
-    x, scales_x, scale_x = _rounded(a, of_a, first.drawn(draw, 0), step)
-    y, scales_y, scale_y = _rounded(b, of_b, second.drawn(draw, 1), step)
-    if "float32" in (first.block_scale, second.block_scale) and x.shape[-1]:
-        length = max(first.block[1], second.block[1])
+    rules = rules_of(mode)
+    x, scales_x, scale_x = _rounded(a, of_a, rules[0] and rules[0].drawn(draw, 0), step)
+    y, scales_y, scale_y = _rounded(b, of_b, rules[1] and rules[1].drawn(draw, 1), step)
+    along_k = [x for x in rules if x and x.block_scale == "float32" and not x.across]
+    if along_k and x.shape[-1]:
+        length = max(rule.block[1] for rule in along_k)
         out = _in_pieces(x, y, scales_x, scales_y, length, on_gpu=on_gpu)
     else:
         out = _scaled_product(x, y, scales_x, scales_y, on_gpu=on_gpu)
@@ -230,15 +231,20 @@ def _sharded(out: Any, contraction: Contraction) -> Any:
     return reshard(out, contraction.out_sharding)
 
 
-def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any, Any]:
+def _rounded(x: Any, axes: OperandAxes, rule: Rule | None, step: Any) -> tuple[Any, Any, Any]:
     """Return an operand as matrices (batch, vector, k) of rounded numbers, with the scales of vectors and tensor.
 
     Float32 scales of blocks have the shape (batch, vector, blocks along k). The operand is rounded with its axes in the
     order of the array, on which blocks of vectors and random numbers depend.
     """
+    extents = [prod(_extents(x, each)) for each in axes]
+    if rule is None or rule.across:
+        if rule is not None:
+            x = _rounded_across(x, axes, rule, step)
+        x = jnp.transpose(x, sum(axes, ()))
+        return x.reshape(extents).astype(jnp.float32), None, jnp.float32(1)
     kept = sorted(axes.batch + axes.free)
     order = [kept.index(axis) for axis in axes.batch + axes.free]
-    extents = [prod(_extents(x, each)) for each in axes]
     k = extents[-1]
     x = jnp.transpose(x, (*kept, *axes.summed)).reshape(*(_extents(x, kept) or [1]), k)
     values, scales, scale = block_codes.rounded(x, -1, rule, jnp, step)
@@ -255,6 +261,18 @@ def _rounded(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> tuple[Any, Any
     if kept:
         values = jnp.transpose(values, (*order, len(order)))
     return values.reshape(extents), scales, scale
+
+
+def _rounded_across(x: Any, axes: OperandAxes, rule: Rule, step: Any) -> Any:
+    """Return the numbers of an operand of a forward product, which sums over the free axes."""
+    order = (*sorted(axes.batch + axes.summed), *axes.free)
+    in_order = jnp.transpose(x, order)
+    vectors = _extents(in_order, range(x.ndim - len(axes.free))) or [1]
+    numbers = in_order.reshape(*vectors, prod(_extents(x, axes.free)))
+    numbers = block_codes.rounded_numbers(numbers, -1, rule, jnp, step)
+    return jnp.transpose(
+        numbers.reshape(in_order.shape), sorted(range(x.ndim), key=order.__getitem__)
+    )
 
 
 def _of_parts(a: Any, b: Any, operation: Bilinear, scheme: ModeRow, *, on_gpu: bool) -> Any:

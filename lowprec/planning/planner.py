@@ -184,7 +184,7 @@ def _quantized(checked: _Checked, mode: Mode) -> GemmPlan:
     scaled = _of_scaled_numbers(checked, mode)
     codes = in_codes(scaled, rules, capabilities)
     has_kind = codes is not None and block_kind(codes, capabilities) != ""
-    if not has_kind and not all(rule is None or rule.has_kernels for rule in rules):
+    if not has_kind and not all(rule is None or rule.has_kernels or rule.across for rule in rules):
         capabilities = _without_kernels(capabilities, mode)
     piece = piece_length(rules, layout.k, problem.k_chunk, mode)
     on_gpu = capabilities.compute_capability is not None

@@ -81,20 +81,25 @@ def _losses(rule: Rule, vectors: int, k: int) -> tuple[float, float, float, floa
     return u * twice, clip, h * twice / largest, float(count)
 
 
-def _operand(rule: Rule | None, vectors: int, k: int) -> tuple[float, float, float]:
+def _operand(rule: Rule | None, vectors: int, k: int, batch: int) -> tuple[float, float, float]:
     """Return the guaranteed error of an operand, and those of its elements by rounding and by clipping."""
     if rule is None or not k:
         return 0.0, 0.0, 0.0
-    u, clip, h, count = _losses(rule, vectors, k)
+    size = batch * vectors * k
+    if rule.across:
+        k = vectors
+    u, clip, h, count = _losses(rule, size // max(k, 1), k)
     lost = 0.0
     if rule.scales:
-        lost = rule.scales.smallest_subnormal / 2 / rule.largest_scale * sqrt(vectors * k)
+        lost = rule.scales.smallest_subnormal / 2 / rule.largest_scale * sqrt(size)
     if rule.hadamard:
         lost += _HADAMARD
     if clip <= u:
         clip = 0.0
     of_tensor = sqrt(max(u, clip) ** 2 + count * h * h) + lost
     of_element = sqrt(u * u + h * h)
+    if rule.across:  # M is not one of the row's numbers
+        of_element = of_tensor
     return of_tensor, of_element, clip + lost
 
 
@@ -117,8 +122,8 @@ def quantized_bound(
     # Additions of pieces: one rounding each.
     after = [narrow if k_piece else 0.0, *[u] * (_FACTORS + pieces - 1)]
     sums = bounds.joint(inner.relative, *after)
-    a, a_each, a_clip = _operand(rules[0], batch * layout.m, k)
-    b, b_each, b_clip = _operand(rules[1], batch * layout.n, k)
+    a, a_each, a_clip = _operand(rules[0], layout.m, k, batch)
+    b, b_each, b_clip = _operand(rules[1], layout.n, k, batch)
     size = confidence(2)
     relative = bounds.joint(a, b, sums)
     second = min(a * b, size * sqrt(k) * a_each * b_each)

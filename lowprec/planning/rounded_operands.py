@@ -51,12 +51,12 @@ def piece_length(rules: Rules, k: int, k_chunk: int | None, mode: Mode) -> int:
 
 
 def _have_float_blocks(rules: Rules) -> bool:
-    """Whether a float32 scale belongs to each block."""
-    return any(rule is not None and rule.block_scale == "float32" for rule in rules)
+    """Whether a float32 scale belongs to each block along k."""
+    return any(rule and rule.block_scale == "float32" and not rule.across for rule in rules)
 
 
 def _in_integers(rules: Rules) -> bool:
-    return all(rule is not None and rule.number_format is None for rule in rules)
+    return all(rule and rule.number_format is None for rule in rules)
 
 
 def types_on_gpu(
@@ -94,7 +94,7 @@ def types_on_cpu(rules: Rules, capabilities: Capabilities) -> tuple[DType, DType
         return _float8(rules[0]), _float8(rules[1])
     if _in_integers(rules):
         return DType.INT8, DType.INT8
-    if any(rule is not None and rule.is_wide for rule in rules):
+    if any(rule and (rule.is_wide or rule.across) for rule in rules):
         return DType.FLOAT32, DType.FLOAT32
     return DType.BFLOAT16, DType.BFLOAT16
 
@@ -113,6 +113,8 @@ def rounded_spec(spec: OperandSpec, rule: Rule | None, dtype: DType) -> OperandS
     """Return the description of rounded numbers, without gaps, if there is a rule."""
     if rule is None:
         return spec
+    if rule.across:
+        return OperandSpec.contiguous(dtype, spec.shape)
     return OperandSpec(dtype, spec.shape, packed_strides(spec.shape, _distinct(spec, rule)))
 
 
@@ -137,7 +139,7 @@ def in_codes(problem: GemmProblem, rules: Rules, capabilities: Capabilities) -> 
         row = next((row for row in NARROW if row.name == rule.codes), None)
         if capabilities.kernels[0].imitates:
             row = rule.in_bytes
-        if row is None:
+        if row is None or rule.across:
             return None
         coded.append(_coded(spec, axis, rule, row))
     a, b = coded

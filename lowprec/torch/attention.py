@@ -247,15 +247,8 @@ def _collapsed(x: Tensor) -> Tensor:
     return x
 
 
-def rounded(x: Tensor, rule: Rule) -> Tensor:
+def rounded(x: Tensor, rule: Rule | None) -> Tensor:
     """Return numbers in float32 that are rounded to nearest along the last axis, without a transform."""
+    assert rule is not None  # of a forward product
     rule = rule._replace(rounding="nearest", hadamard=0)
-    values, scales, scale = block_codes.rounded(x.float().numpy(), -1, rule, np)
-    found = values.astype(np.float32) * scale
-    if scales is not None and rule.scaling == "block":
-        high, wide = rule.block
-        scales = scales.swapaxes(-1, -2).repeat(high, -2).repeat(wide, -1)
-        found *= scales[..., : found.shape[-2], : found.shape[-1]]
-    elif scales is not None:
-        found *= scales[..., None]
-    return torch.from_numpy(found)
+    return torch.from_numpy(block_codes.rounded_numbers(x.float().numpy(), -1, rule, np))

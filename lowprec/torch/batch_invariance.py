@@ -105,9 +105,9 @@ def _obstacle(mode: Mode) -> str:
         return "the order of a sum depends on the shapes"
     if row(mode).quantizes:
         of_rows, _ = rules_of(mode)
-        if of_rows.has_tensor_scale:
+        if of_rows and of_rows.has_tensor_scale:
             return "a tensor has one scale"
-        if of_rows.is_stochastic:
+        if of_rows and of_rows.is_stochastic:
             return "the rounding of a row depends on its place"
     return ""
 

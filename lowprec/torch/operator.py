@@ -23,7 +23,7 @@ from lowprec.core.call import bind, run
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, promote
 from lowprec.modes import ModeSource, of_pass, parse_mode
-from lowprec.recipes import Pass
+from lowprec.recipes import Pass, Recipe
 
 _SCHEMA = (
     "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', "
@@ -137,13 +137,10 @@ def save_operands(
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
 
 
-def mode_of_pass(mode: str, product: Pass) -> str:
-    """Return the name of the mode of a gradient's product."""
-    return str(of_pass(parse_mode(mode), product))
-
-
 def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the gradient of an operand of this shape and type."""
+    if gradient.numel() != shape.numel():
+        gradient = gradient.sum_to_size(shape)
     if gradient.shape != shape:
         gradient = gradient.reshape(shape)
     if gradient.is_complex() and not dtype.is_complex:
@@ -159,17 +156,24 @@ def operand_gradients(
     options = ctx.options
     if options.out_dtype == ACCUMULATOR:
         gradient = gradient.to(ctx.of_a[1])
+    backward = parse_mode(options.backward_mode)
+    # A batch that becomes part of k would change the blocks and random numbers of the forward product.
+    keeps_batch = isinstance(backward, Recipe) and backward.backward_override is not None
 
     def product(x: Tensor, y: Tensor, name: Pass) -> Any:
-        mode = mode_of_pass(options.backward_mode, name)
+        mode = str(of_pass(backward, name))
         return multiply(x, y, OperatorOptions(mode, mode, options.alpha, "", options.source))
 
     for_a = for_b = None
     if needed[0]:
-        x, y = _over_batch(gradient, b, ctx.of_a[0], -1)
+        x, y = gradient, b
+        if not keeps_batch:
+            x, y = _over_batch(gradient, b, ctx.of_a[0], -1)
         for_a = _operand_gradient(product(x, y.mH, "grad_input"), *ctx.of_a)
     if needed[1]:
-        x, y = _over_batch(gradient, a, ctx.of_b[0], -2)
+        x, y = gradient, a
+        if not keeps_batch or len(ctx.of_b[0]) == 2:
+            x, y = _over_batch(gradient, a, ctx.of_b[0], -2)
         for_b = _operand_gradient(product(y.mH, x, "grad_weight"), *ctx.of_b)
     return for_a, for_b
 

@@ -57,7 +57,8 @@ def mode_of_product(
         return mode, False
     first, second = rules_of(mode)
     # each operand has its random numbers
-    return mode, part.place == 0 and (first != second or first.is_stochastic)
+    is_stochastic = first is not None and first.is_stochastic
+    return mode, part.place == 0 and (first != second or is_stochastic)
 
 
 def _is_compiled() -> bool:

@@ -106,3 +106,65 @@ def test_products_and_gradients_are_within_the_bound(fmt, rng):
         size = np.linalg.norm(x) * np.linalg.norm(y)
         bound = lowprec.plan(x, y, math_mode=fmt).bound
         assert error <= bound.probable * size <= bound.relative * size
+
+
+def in_squares(x):
+    """Return numbers rounded to FP8 with a scale for each 128 x 128."""
+    found = x.copy()
+    for i in range(0, x.shape[0], 128):
+        for j in range(0, x.shape[1], 128):
+            tile = slice(i, i + 128), slice(j, j + 128)
+            found[tile] = lowprec.quantize(x[tile], "fp8").dequantize()
+    return found
+
+
+@pytest.mark.parametrize(
+    "fmt", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "nvfp4", "int8", "mxfp6", "nvfp4_4over6", "nvfp4_rows"]
+)  # fmt: skip
+def test_gradients_have_the_numbers_of_the_forward_product(products, fmt, rng):
+    """Sums along either axis of the gradient have one term, so that any order of these has the same bits."""
+    a, b = (rng.standard_normal((150, 150), np.float32) for _ in range(2))
+    g = permutation(rng, 150)
+    recipe = Recipe(fmt, backward_override="dequantized")
+    if fmt == "fp8_blocks":
+        x = lowprec.quantize(a, Format(4, 3, block=128)).dequantize()
+        y = in_squares(b)
+    else:
+        x = lowprec.quantize(a, fmt, -1).dequantize()
+        y = lowprec.quantize(b, fmt, -2).dequantize()
+    _, *found = products(recipe, a, b, g)
+    _, *own = products(fmt, a, b, g)
+    for one, expected, other in zip(found, (g @ y.T, x.T @ g), own, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), expected)
+        assert not np.array_equal(np.asarray(other), expected)
+    _, *original = products(Recipe(fmt, backward_override="high_precision"), a, b, g)
+    for one, expected in zip(original, (g @ b.T, a.T @ g), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), expected)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_stochastic_rounding_is_that_of_the_forward_product(products, batch, rng):
+    """The identity is exact in the format, so that its products are the rounded numbers of the other operand."""
+    recipe = Recipe("mxfp4", rounding="stochastic", seed=3, backward_override="dequantized").at(2)
+    eye = np.eye(40, dtype=np.float32)
+    x = rng.standard_normal((*batch, 40, 40), np.float32)
+    g = np.zeros_like(x)
+    last = (-1,) * len(batch)
+    g[last] = eye
+    for operands, i in (((eye, x), 1), ((x, eye), 2)):
+        found = [np.asarray(v) for v in products(recipe, *operands, g)]
+        np.testing.assert_array_equal(found[i], found[0][last].T)
+        assert not np.array_equal(found[0], x)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp4", "nvfp4", "fp8_blocks"])
+def test_gradients_of_the_forward_numbers_are_within_the_bound(fmt, rng):
+    recipe = Recipe(fmt, backward_override="dequantized")
+    a, b, g = (rng.standard_normal(shape, np.float32) for shape in ((40, 70), (70, 30), (40, 30)))
+    cases = (("grad_input", g, b.T), ("grad_weight", a.T, g))
+    for product, x, y in cases:
+        plan = lowprec.plan(x, y, math_mode=recipe.of(product))
+        assert "in the forward product" in str(plan).replace("\n                ", " ")
+        error = np.linalg.norm(lowprec.matmul(x, y, math_mode=plan.mode) - x.astype(float) @ y)
+        size = np.linalg.norm(x) * np.linalg.norm(y)
+        assert 0 < error <= plan.bound.probable * size <= plan.bound.relative * size

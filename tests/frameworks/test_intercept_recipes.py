@@ -19,6 +19,7 @@ RECIPES = {
     "nvfp4": Recipe.nvfp4_training(seed=3),
     "blocks": Recipe("fp8_blocks", grad_input="fp8_blocks_e5m2"),
     "stochastic": Recipe("mxfp8", rounding="stochastic", seed=1),
+    "dequantized": Recipe("mxfp4", rounding="stochastic", seed=1, backward_override="dequantized"),
 }
 
 

@@ -19,6 +19,7 @@ RECIPES = [
     Recipe("mxfp4", scale_rule="even", grad_input="bf16", grad_weight="fp32"),
     Recipe("mxfp6", grad_input="mxfp6_e2m3", rounding="stochastic_gradients", seed=2),
     "fp8_fnuz",
+    Recipe("nvfp4", backward_override="dequantized"),
 ]
 
 

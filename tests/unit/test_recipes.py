@@ -23,6 +23,7 @@ SOME = [
     Recipe.nvfp4_training(seed=5),
     Recipe.nvfp4_training(seed=5).of("grad_weight").at(3, 2),
     Recipe("nvfp4", grad_input=Recipe("mxfp8", scale_rule="rceil"), grad_weight="bf16"),
+    Recipe("mxfp8", backward_override="dequantized", scale_rule="rceil"),
     Recipe(
         "nvfp4",
         seed=1,
@@ -164,6 +165,23 @@ def test_steps_layers_and_products_have_different_random_numbers():
         (
             {"forward": "mxfp8", "weight_block": (16, 16)},
             "weight_block=16x16 has no effect on a recipe of mxfp8",
+        ),
+        (
+            {"forward": "mxfp8", "backward_override": "fp32"},
+            "backward_override of a recipe must be",
+        ),
+        (
+            {"forward": "fp8", "backward_override": "dequantized", "grad_input": "fp8_e5m2"},
+            "grad_input=fp8_e5m2 has no effect on a recipe of fp8 with backward_override=dequantized",
+        ),
+        (
+            {
+                "forward": "fp8",
+                "backward_override": "high_precision",
+                "rounding": "stochastic_gradients",
+                "seed": 1,
+            },
+            "rounding=stochastic_gradients has no effect",
         ),
         ({"forward": "bf16"}, "forward of a recipe: 'bf16' is not a format"),
         (

@@ -28,6 +28,8 @@ def prepare(plan: GemmPlan) -> Executor:
         return lambda _: None
     if not plan.layout.k or plan.problem.ignores_product:  # k or alpha is zero
         return functools.partial(numpy_execution.execute, plan, numpy_execution.set_to_zero)
+    if plan.quantized and any(rule and rule.across for rule in plan.quantized.rules):
+        return quantized_products.with_numbers_of_forward(plan, prepare(plan.quantized.inner))
     if plan.kernel_row.packs:
         return products.prepare(plan)
     if plan.quantized is not None:

@@ -146,6 +146,29 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
     return Rounded(host_view(values), scales, scale)
 
 
+def with_numbers_of_forward(plan: GemmPlan, multiply: Executor) -> Executor:
+    """Return the executor of a plan that multiplies an operand as it is rounded in the forward product."""
+    assert plan.quantized is not None
+    rules = plan.quantized.rules
+
+    def numbers(view: ArrayView, inner: int, rule: Rule | None) -> ArrayView:
+        if rule is None:
+            return view
+        x = np.atleast_2d(view.ndarray())
+        with np.errstate(all="ignore"):
+            found = block_codes.rounded_numbers(_once(x, rule), -3 - inner, rule, np)
+        found = np.broadcast_to(found, x.shape).reshape(view.shape)
+        return host_view(np.ascontiguousarray(found))
+
+    def execute(arguments: Arguments) -> None:
+        of_a, of_b = (rule and rule.drawn(arguments.draw, i) for i, rule in enumerate(rules))
+        a = numbers(arguments.a, -1, of_a)
+        b = numbers(arguments.b, -min(2, arguments.b.ndim), of_b)
+        multiply(arguments._replace(a=a, b=b))
+
+    return execute
+
+
 def _at_once(plan: GemmPlan) -> Callable[[Arguments, Rounded, Rounded], None]:
     assert plan.quantized is not None
     execute = numpy_products.prepare(plan.quantized.inner)
