@@ -40,8 +40,54 @@ class LanguageModel(torch.nn.Module):
         return self.head(y), states
 
 
+class Bottleneck(torch.nn.Module):
+    """Three convolutions, of which the second may have a stride, next to the input or a convolution of it."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        nn = torch.nn
+        self.block = nn.Sequential(
+            *convolution(channels, width, 1), nn.ReLU(),
+            *convolution(width, width, 3, stride), nn.ReLU(),
+            *convolution(width, 4 * width, 1),
+        )  # fmt: skip
+        self.other = nn.Identity()
+        if stride > 1 or channels != 4 * width:
+            self.other = nn.Sequential(*convolution(channels, 4 * width, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.block(x) + self.other(x)).relu()
+
+
+class ResNet(torch.nn.Sequential):
+    """ResNet-50 (He et al. 2016), with the stride in the convolutions of 3 x 3."""
+
+    def __init__(self) -> None:
+        nn = torch.nn
+        blocks = []
+        channels = 64
+        for count, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+            for i in range(count):
+                blocks.append(Bottleneck(channels, width, 2 if i == 0 and width > 64 else 1))
+                channels = 4 * width
+        super().__init__(
+            *convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
+            *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def convolution(channels: int, filters: int, kernel: int, stride: int = 1) -> tuple[Any, Any]:
+    convolved = torch.nn.Conv2d(channels, filters, kernel, stride, kernel // 2, bias=False)
+    return convolved, torch.nn.BatchNorm2d(filters)
+
+
 def models() -> Iterator[Model]:
     torch.manual_seed(0)
+    resnet = ResNet().eval()
+    yield "ResNet-50", lambda x: resnet(images(x)), None
     lstm = LanguageModel().eval()
 
     def one_by_one(x: Tensor) -> Tensor:
@@ -82,6 +128,12 @@ def models_of_transformers() -> Iterator[Model]:
         decoder_start_token_id=1, max_source_positions=50, num_mel_bins=8,
     )  # fmt: skip
     yield "Whisper", *speech(t.WhisperForConditionalGeneration(config))
+
+
+def images(x: Tensor) -> Tensor:
+    """Return images of 3 x 40 x 40 that depend on the first tokens of a row."""
+    places = torch.arange(4800).view(3, 40, 40)
+    return (x[:, :1, None, None] + 1.0) * places / 4800 % 1.0 - x[:, 1:2, None, None] / WORDS
 
 
 def decoder(model: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

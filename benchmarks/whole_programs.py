@@ -1,10 +1,11 @@
-"""Models of PyTorch, transformers, timm and equinox and a NumPy program under `intercept`: errors, reports, and times.
+"""Models of PyTorch, transformers and others and a NumPy program under `intercept`: errors, shares, and times.
 
-usage: python benchmarks/whole_programs.py [errors] [times]
+usage: python benchmarks/whole_programs.py [errors] [shares] [times]
 
-Errors are relative to the library's float32, of the output and of all gradients. Times are of one thread, relative to
-plain PyTorch; the variants take turns, and the median of the ratios by round is shown. Models have random weights;
-those of libraries that are not installed are skipped.
+Errors are relative to the library's float32, of the output and of all gradients. A share is the number of
+multiplications that lowprec reports as its own, relative to the number by the shapes of the arguments of PyTorch's
+functions. Times are of one thread, relative to plain PyTorch; the variants take turns, and the median of the ratios by
+round is shown. Models have random weights; those of libraries that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import jax
 import numpy as np
 import timing
 import torch
+from model_invariance import WORDS, LanguageModel, ResNet
+from torch.overrides import TorchFunctionMode
 
 import lowprec.jax
 import lowprec.numpy
@@ -53,7 +56,7 @@ def models_of_timm() -> Iterator[Model]:
         partial(timm.create_model, "vit_tiny_patch16_224", img_size=64, depth=2),
         images,
     )
-    yield "ConvNeXt", partial(timm.create_model, "convnext_atto"), images
+    yield "ConvNeXt, timm", partial(timm.create_model, "convnext_atto"), images
 
 
 def models_of_transformers() -> Iterator[Model]:
@@ -95,6 +98,8 @@ def models_of_transformers() -> Iterator[Model]:
         partial(t.WhisperForConditionalGeneration, whisper),
         {**of_sound, "decoder_input_ids": ids[:1]},
     )
+    convnext = t.ConvNextConfig(hidden_sizes=[16, 32, 64, 128], depths=[1, 1, 2, 1])
+    yield "ConvNeXt", partial(t.ConvNextModel, convnext), of_image
     yield "ViT", partial(t.ViTModel, t.ViTConfig(**wide, image_size=32, patch_size=8)), of_image
 
 
@@ -185,6 +190,121 @@ def equinox() -> Program:
     return gradients
 
 
+#: Functions of PyTorch that multiply matrices, or numbers of images by a weight.
+PRODUCTS = [
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "grouped_mm",
+    "_grouped_mm",
+]
+CONVOLUTIONS = ["conv1d", "conv2d", "conv3d"]
+TRANSPOSED = ["conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
+
+
+class Multiplications(TorchFunctionMode):
+    """Counts the multiplications of functions by the shapes of their arguments, and those of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = 0
+        self.backward = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.__name__
+        given = [*args, *(kwargs or {}).values()]
+        if name in PRODUCTS:
+            self.add(result.numel() * given[0].shape[-1], given[:2], result)
+        elif name in CONVOLUTIONS:
+            self.add(result.numel() * given[1][0].numel(), given[:2], result)
+        elif name in TRANSPOSED:
+            self.add(given[0].numel() * given[1][0].numel(), given[:2], result)
+        elif name in ("addmm", "baddbmm"):
+            self.add(result.numel() * given[1].shape[-1], given[1:3], result)
+        elif name in ("lstm", "gru"):
+            self.add_recurrent(*given[:3], result[0])
+        elif name == "scaled_dot_product_attention":
+            q, k, v = given[:3]
+            scores = q.shape[:-1].numel() * k.shape[-2]
+            self.add(scores * q.shape[-1], (q, k, q), result)  # the gradient computes scores again
+            self.add(scores * v.shape[-1], (q, v), result)
+        return result
+
+    def add(self, count: int, operands: Any, result: Any) -> None:
+        self.forward += count
+        self.add_gradients(count * sum(x.requires_grad for x in operands), result)
+
+    def add_gradients(self, count: int, result: Any) -> None:
+        """Count multiplications where a gradient of the result is computed."""
+
+        def add(_: Any) -> None:
+            self.backward += count
+
+        if result.requires_grad:
+            result.register_hook(add)
+
+    def add_recurrent(self, x: Any, states: Any, weights: Any, result: Any) -> None:
+        """Count layers whose first states have no gradient; the batch is the second axis of the states."""
+        tokens = x.shape[:-1].numel()
+        first = states[0].shape[-2]
+        matrices = [weight for weight in weights if weight.ndim == 2]
+        for of_input, of_state in zip(matrices[::2], matrices[1::2], strict=True):
+            self.add(tokens * of_input.numel(), (x, of_input), result)
+            self.add(tokens * of_state.numel(), (of_state,), result)
+            self.add_gradients((tokens - first) * of_state.numel(), result)
+            x = of_state  # whose gradient is computed, as that of the next layer's input
+
+
+def networks() -> Iterator[Model]:
+    """Yield models of which some have more kinds of products than those above."""
+    torch.manual_seed(0)
+    yield "ResNet-50", ResNet, {"x": torch.randn(2, 3, 64, 64)}
+    yield "LSTM", LanguageModel, {"x": torch.randint(0, WORDS, (2, 16))}
+    try:
+        from diffusers import UNet2DConditionModel
+    except ImportError:
+        print("diffusers is not installed")
+        return
+    unet = partial(
+        UNet2DConditionModel, sample_size=16, block_out_channels=(32, 64), cross_attention_dim=48,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=8, norm_num_groups=8,
+    )  # fmt: skip
+    inputs = {
+        "sample": torch.randn(2, 4, 16, 16),
+        "timestep": torch.tensor([3, 7]),
+        "encoder_hidden_states": torch.randn(2, 9, 48),
+    }
+    yield "diffusion U-Net", unet, inputs
+
+
+def show_shares() -> None:
+    """Print the share of the multiplications that lowprec computes, by an independent count."""
+    print(
+        "model | multiplications | share forward | share of a training step | computed by PyTorch"
+    )
+    for name, create, inputs in (*networks(), *models()):
+        model = create().eval()
+        shares = []
+        passed = {}
+        with Multiplications() as counted:
+            step(model, inputs)
+        for training in (False, True):
+            with lowprec.torch.intercept("bf16") as seen, torch.set_grad_enabled(training):
+                step(model, inputs) if training else model(**inputs)
+            report = seen.report()
+            taken = sum(p.multiplications for p in report.taken)
+            shares.append(f"{taken / (counted.forward + counted.backward * training):.2%}")
+            passed |= {f"{p.operator}: {p.reason}": None for p in report.passed}
+        print(name, f"{counted.forward:.3g}", *shares, "; ".join(passed), sep=" | ", flush=True)
+
+
 def steps() -> Iterator[tuple[str, Callable[[], Any], int]]:
     """Yield the name of a program, a step of it, and the number of steps of a sample."""
     nn = torch.nn
@@ -233,6 +353,6 @@ def show_times() -> None:
 
 
 if __name__ == "__main__":
-    parts = {"errors": show_errors, "times": show_times}
+    parts = {"errors": show_errors, "shares": show_shares, "times": show_times}
     for part in sys.argv[1:] or parts:
         parts[part]()
