@@ -110,8 +110,8 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt, dtype):
         ("nvfp4", (0, 1, 2, 7, 8, 0x38, 0x3F, 0x7D, 0x7E, 0x7F, 0x80, 0x81, 0xB8)),
     ],
 )
-@pytest.mark.parametrize("m", [8, 40])
-def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, m):
+@pytest.mark.parametrize(("dtype", "m"), [(BF16, 8), (BF16, 40), (F32, 4), (F32, 8)], ids=str)
+def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, dtype, m):
     """64 columns for each scale, so that all columns of a vector have it; a block has one code that may overflow."""
     row, k = BLOCK_FORMATS[fmt], 256
     rng = np.random.default_rng(6)
@@ -125,6 +125,7 @@ def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, 
     n, blocks = len(codes), k // row.block
     of_blocks = np.tile(np.repeat(np.array(scales, np.uint8), 64)[:, None], (1, blocks))
     q = lowprec.QuantizedArray(codes, of_blocks, fmt, (k, n), 0, 1.0)
+    b = lowprec.prepare(q) if dtype == F32 else q  # FP32 units decode other codes as bfloat16 units do
     values = q.dequantize()
     overflows = (~np.isfinite(values)).sum(0)
     for first in range(0, k, m):
@@ -132,7 +133,7 @@ def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, 
         picked = np.arange(first, min(first + m, k))
         a[np.arange(len(picked)), picked] = 1
         c, want = (
-            lowprec.matmul(a.astype(BF16), q, out_dtype="float32")[: len(picked)],
+            lowprec.matmul(a.astype(dtype), b, out_dtype="float32")[: len(picked)],
             values[picked],
         )
         normal, others = np.abs(want) >= 2.0**-126, overflows - ~np.isfinite(want)

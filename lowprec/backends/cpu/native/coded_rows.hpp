@@ -50,11 +50,14 @@ template <class U> constexpr int vectors_of_stored(int rows) {
 template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewRows& f) {
     typedef Coded<TYPE> C;
     typedef typename U::Acc Acc;
-    constexpr int PER = C::PER, AHEAD = 2048;
+    constexpr int PER = C::PER, AHEAD = has_scales(TYPE) ? 2048 : 4096;
     constexpr bool IS_E4M3 = TYPE == LP_MXFP8 || TYPE == LP_CODES_E4M3, BY_HALVES = W > 4 && IS_E4M3;
     const int64_t block = C::block(f.b), end = f.step + f.dwords;
+    // Whether scales have the factor 2^8 that E4M3 numbers as float16 lack, unless it makes them infinite.
+    constexpr bool FOLDS = BY_HALVES && vectors_of_stored<U>(ROWS) > 1;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
+        constexpr float FACTOR = FOLDS && V > 1 ? 0x1p8f : 1;
         const Strip strip(f.b);
         const int64_t each = strip.bytes();
         const char* const first = f.b.at + (f.lane + at) / W * each;
@@ -65,6 +68,7 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
             UNROLLED(v, V) acc[i][v] = f.adds ? get<Acc>(f.y + i * f.ldy + at + v * W) : Acc{};
         f32v scale[V] = {}, zero[V] = {};
         [[maybe_unused]] NanLanes nan[V];
+        [[maybe_unused]] u32v large = {};  // whether a scale is from 2^120 on
         const uint32_t* a = f.a;
         uint32_t* kept = f.kept ? f.kept + at : nullptr;
         // A row of E4M3 codes as float16: read from memory, they are widened without a shuffle.
@@ -72,7 +76,7 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         auto multiply = [&](const char* codes, int64_t k) __attribute__((always_inline)) {
             f32v x[V];
             UNROLLED(v, V) {
-                if constexpr (BY_HALVES) x[v] = load_f16_as<f32v>(halves[v] + k * W) * 0x1p8f;
+                if constexpr (BY_HALVES) x[v] = load_f16_as<f32v>(halves[v] + k * W) * (0x1p8f / FACTOR);
                 else x[v] = number_of<TYPE, false>(codes + v * each, k, zero[v]);
                 if (has_scales(TYPE)) x[v] *= scale[v];
                 if (kept) put(kept + v * W, bits(x[v]));
@@ -86,7 +90,15 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
         for (int64_t k = f.step; k < end;) {
             const int64_t number = k / block, stop = (number + 1) * block < end ? (number + 1) * block : end;
             UNROLLED(v, V) {
-                if (has_scales(TYPE)) scale[v] = scale_of<TYPE>(row(v, strip.codes + number / C::SCALES), number);
+                if constexpr (has_scales(TYPE)) {
+                    const int64_t of_scales = strip.codes + number / C::SCALES;
+                    __builtin_prefetch(first + (v + V) * each + of_scales * 4 * W);  // of the next columns
+                    scale[v] = scale_of<TYPE>(row(v, of_scales), number);
+                }
+                if constexpr (FACTOR != 1) {
+                    large |= (u32v)((bits(scale[v]) & 0x7fffffffu) >= 0x7b800000u);
+                    scale[v] *= FACTOR;
+                }
                 if (TYPE == LP_CODES_U4) zero[v] = zero_of(row(v, strip.codes + strip.scales + number / 4), number);
             }
             for (; k < stop; k += PER, a += PER) {
@@ -104,6 +116,8 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
                 }
             }
         }
+        if constexpr (FACTOR != 1)
+            if (any(large)) return false;
         UNROLLED(v, V) {
             const u32v lost = IS_E4M3 ? nan[v].found() : u32v{};
             if (IS_E4M3 && f.kept) {  // of all rows
@@ -112,9 +126,14 @@ template <class U, int ROWS, int TYPE> static void few_rows_of_stored(const FewR
             }
             UNROLLED(i, ROWS) put(f.y + i * f.ldy + at + v * W, IS_E4M3 ? (Acc)((u32v)acc[i][v] | lost) : acc[i][v]);
         }
+        return true;
     };
     constexpr int V = vectors_of_stored<U>(ROWS);
     int64_t at = 0;
-    for (; at + V * W <= f.lanes; at += V * W) columns(at, Int<V>());
+    for (; V > 1 && at + V * W <= f.lanes; at += V * W) {
+        [[maybe_unused]] const bool done = columns(at, Int<V>());
+        if constexpr (FOLDS)
+            for (int v = 0; !done && v < V; v++) columns(at + v * W, Int<1>());
+    }
     for (; at < f.lanes; at += W) columns(at, Int<1>());
 }
