@@ -1,6 +1,7 @@
 """Attention as matrix products: scores of blocks of queries by the keys, and weights by the values.
 
-A block has as many queries and heads as its scores have room in `BLOCK_SCORES`, so that memory is linear in the length.
+In the modes that the compiled library computes in one call they are its own (`core/attention.py`). Otherwise a block
+has as many queries and heads as its scores have room in `BLOCK_SCORES`, so that memory is linear in the length.
 The keys of a block begin with the first one that its queries attend to. The weights of masked keys are zero, and adding
 these changes no sum, so a query has the same bits with any number of masked keys before and after its own: in any
 batch, and in the prefill of a prompt as in the decoding of a token.
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lowprec.arrays import block_codes
+from lowprec.arrays import block_codes, library_of
+from lowprec.core import attention
 from lowprec.modes import MathMode, ResolvedMode, row, rules_of
 from lowprec.recipes import Rule
 from lowprec.torch.aten_products import multiply_into
@@ -30,6 +33,8 @@ _MOST = 256
 _KEYS = 384
 #: Rows of scores are multiples of this number: PyTorch's softmax sums shorter ones in another order.
 _LANES = 16
+#: Queries of a block of a compiled attention, of all heads that share their keys.
+ROWS = 128
 
 
 class Attention(NamedTuple):
@@ -67,14 +72,29 @@ class AttentionProducts:
         self.given = given
         self.resolved = resolved
         self.groups = given.q.shape[1] // given.k.shape[1]
+        self.product: Any = None  # of the compiled library
+        if given.q.dtype is torch.float32:
+            device = library_of(given.q).describe(given.q).device
+            self.product = attention.product_of(resolved, device)
         self._memory: dict[str, Tensor] = {}
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the result, and the logarithm of the sum of the exponentials of each query's scores."""
-        q = self.given.q
-        images, heads, tokens, _ = q.shape
-        result = torch.empty_like(q)
-        sums = q.new_empty(images, tokens, heads, dtype=torch.float32).transpose(1, 2)
+        result = torch.empty_like(self.given.q)
+        if self.product is not None:
+            images, heads, tokens, _ = result.shape
+            largest, sums = result.new_empty(2, images, tokens, heads)
+            self._compute((result, largest, sums))
+            is_empty = sums == 0
+            largest += sums.log_()
+            if self.given.mask is not None:
+                largest.masked_fill_(is_empty, 0)
+            return result, largest.transpose(1, 2)
+        return result, self._forward_by_blocks(result)
+
+    def _forward_by_blocks(self, result: Tensor) -> Tensor:
+        images, heads, tokens, _ = result.shape
+        sums = result.new_empty(images, tokens, heads, dtype=torch.float32).transpose(1, 2)
         for block in self._blocks():
             weights = self._scores(block)
             largest = weights.amax(-1, keepdim=True)
@@ -87,7 +107,7 @@ class AttentionProducts:
                     logarithm.masked_fill_(is_empty, 0)
             self._store(result, block, self._weighted(weights, block))
             self._store(sums.unsqueeze(-1), block, logarithm)
-        return result, sums
+        return sums
 
     def backward(
         self, gradient: Tensor, result: Tensor, sums: Tensor
@@ -97,6 +117,11 @@ class AttentionProducts:
         of_q = _like(given.q, given.q.dtype)
         of_k = _like(given.k, torch.float32).zero_()
         of_v = _like(given.v, torch.float32).zero_()
+        if self.product is not None:
+            shifts = (gradient * result).sum(-1)
+            of_queries = (x.transpose(1, 2).contiguous() for x in (sums, shifts))
+            self._compute((gradient, *of_queries), (of_q, of_k, of_v))
+            return of_q, of_k, of_v
         for block in self._blocks():
             keys = block.keys
             weights = self._scores(block)
@@ -114,6 +139,22 @@ class AttentionProducts:
             q = self._rows(given.q, block)
             self._add(block.of(of_k, keys), of_scores.mT, q, given.scale)
         return of_q, of_k.to(given.k.dtype), of_v.to(given.v.dtype)
+
+    def _compute(self, of_queries: tuple[Tensor, ...], gradients: tuple[Tensor, ...] = ()) -> None:
+        """Compute attention, or its gradients, by one call of the compiled library."""
+        given = self.given
+        describe = library_of(given.q).describe
+        mask = None if given.mask is None else describe(given.mask)
+        operands = *map(describe, given[:3]), mask, *map(describe, of_queries)
+        attention.attend(
+            self.product,
+            attention.Operands._make(operands),
+            self._ranges(),
+            given.scale,
+            given.is_causal,
+            _KEYS,
+            tuple(map(describe, gradients)),
+        )
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Return the queries and keys of the first block and head."""
@@ -142,6 +183,20 @@ class AttentionProducts:
                     slice(start, end),
                     slice(first, min(end, first + keys) if self.given.is_causal else first + keys),
                 )
+
+    def _ranges(self) -> NDArray[np.int64]:
+        """Return the image, first and last query, first and last key of each block of a compiled attention."""
+        rows = max(1, ROWS // self.groups)
+        found = []
+        for images, queries, first in self._runs():
+            for image in range(images.start, images.stop):
+                for start in range(queries.start, queries.stop, rows):
+                    end = min(start + rows, queries.stop)
+                    keys = self.given.k.shape[2]
+                    if self.given.is_causal:
+                        keys = min(end, keys)
+                    found.append((image, start, end, first, keys))
+        return np.array(found, np.int64)
 
     def _runs(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield images, and queries of these whose first keys that are not masked are the same, with these."""

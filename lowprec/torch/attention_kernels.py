@@ -90,6 +90,9 @@ def _attention(
         is_accepted = mask.dtype in (q.dtype, torch.float32) and mask.ndim in (2, 4)
         if is_causal or not is_accepted or not broadcasts(tuple(mask.shape), shape):
             return None
+        mask = mask.expand(*mask.shape[:-1], shape[3])
+        if mask.stride(-1) != 1:
+            mask = mask.contiguous()
         mask = mask.expand(shape)
     return Attention(q, k, v, mask, is_causal, q.shape[3] ** -0.5 if scale is None else scale)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from support.programs import run_python
 
 lt = pytest.importorskip("lowprec.torch")
 torch = pytest.importorskip("torch")
@@ -190,6 +191,45 @@ def test_each_query_has_its_first_key():
             keys = slice(max(0, at - 9), at + 1)
             alone = attend(q[:, :, at : at + 1], k[:, :, keys], v[:, :, keys])
             assert torch.equal(found[:, :, at : at + 1], alone)
+
+
+def test_exponentials_are_within_their_bound():
+    """The weight of a key with the value 1 next to one with the score and value 0: exp(x) / (1 + exp(x))."""
+    x = -torch.linspace(0, 100, 200_001)
+    pair = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    with lt.intercept("fp32"):
+        found = attend(x.view(1, 1, -1, 1), pair, pair, scale=1.0).flatten()
+    exact = torch.sigmoid(x.double())
+    # the exponential, the sum with its error, the inverse, the product
+    bound = (2 + 1 + 2 * exact + 1 + 1) * UNIT * exact
+    is_zero = x < -87
+    assert ((found - exact).abs() <= bound)[~is_zero].all()
+    assert (found[is_zero] == 0).all()
+
+
+_HASHES = """
+import hashlib, torch, lowprec.torch as lt
+torch.manual_seed(0)
+attend = torch.nn.functional.scaled_dot_product_attention
+for mode in ("fp32", "tf32", "bf16"):
+    for queries, keys, width in ((1, 900, 64), (70, 70, 20), (300, 411, 33)):
+        q, k, v = torch.randn(2, 4, queries, width), *torch.randn(2, 2, 2, keys, width)
+        mask = torch.randn(queries, keys)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with lt.intercept(mode):
+                found = attend(q, k, v, mask, enable_gqa=True)
+            print(hashlib.md5(found.numpy().tobytes()).hexdigest(), threads)
+"""
+
+
+def test_units_and_threads_have_the_same_bits():
+    """Without the unit for bfloat16, which has bits of its own."""
+    wide, narrow = (
+        run_python(_HASHES, LOWPREC_MAX_CPU_ISA=isa).split() for isa in ("avx512_vnni", "avx2")
+    )
+    assert wide == narrow
+    assert wide[::4] == wide[2::4]
 
 
 class Layer(torch.nn.Module):

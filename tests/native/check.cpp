@@ -677,6 +677,7 @@ void check_unscale() {
         }
 }
 
+#include "check_attention.hpp"
 #include "check_emulation.hpp"
 #include "check_quantizing.hpp"
 
@@ -713,6 +714,7 @@ int main(int count, char** arguments) {
     }
     check_unscale();
     check_emulate();
+    check_attention();
     check_quantize();
     check_rounded_products();
     if (HAS_SMALL_STACKS) check_stacks();

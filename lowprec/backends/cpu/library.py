@@ -123,6 +123,26 @@ class Lines(ctypes.Structure):
     )  # fmt: skip
 
 
+class Heads(ctypes.Structure):
+    """``lp_heads``."""
+
+    _fields_ = (
+        ("at", _POINTER), ("image", _I64), ("head", _I64), ("token", _I64), ("column", _I64),
+    )  # fmt: skip
+
+
+class Attention(ctypes.Structure):
+    """``lp_attention``."""
+
+    _fields_ = (
+        ("q", Heads), ("k", Heads), ("v", Heads), ("mask", Heads), ("out", Heads),
+        ("of_q", Heads), ("of_k", Heads), ("of_v", Heads),
+        ("largest", _POINTER), ("sums", _POINTER), ("ranges", _POINTER), ("first_blocks", _POINTER),
+        ("tasks", _I64), ("heads", _I64), ("groups", _I64), ("queries", _I64), ("width", _I64), ("chunk", _I64),
+        ("scale", ctypes.c_float), ("is_causal", _I32), ("product", Product), ("threads", _I32), ("pad", _I32),
+    )  # fmt: skip
+
+
 #: Types of the results and arguments of the functions; None for one that gets references, which need no conversion.
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     "version": (ctypes.c_uint64, ()),
@@ -140,6 +160,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     ),
     "sum_lines": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "dot_lines": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
+    "attend": (_I32, None),
     "use_openmp": (None, (_POINTER, _POINTER)),
     "release_memory": (None, ()),
     "kept_bytes": (_I64, ()),

@@ -10,6 +10,7 @@ namespace {
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
 #include "convolution.hpp"
+#include "attention.hpp"
 #include "measuring.hpp"
 
 struct Fp32 : Lanes4 {
@@ -31,6 +32,8 @@ extern const Lanewise lanewise_neon = {W,
                                        round_numbers,
                                        sum_line,
                                        dot_rows,
+                                       weigh,
+                                       differentiate,
                                        measure_run};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp

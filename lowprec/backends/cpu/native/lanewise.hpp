@@ -52,6 +52,15 @@ struct Line {
     float* out;
 };
 
+// The scores of a query in a chunk of keys, with 15 floats of memory after them, and what is known of its keys so far.
+struct ScoreRow {
+    float* scores;
+    const float* mask;  // null: there is none
+    int64_t keys;
+    float scale;
+    float *largest, *sum;  // not of gradients
+};
+
 // Numbers of a result, one after the other; `again` has those of the reference, or is null.
 struct Run {
     const void *numbers, *again;
@@ -70,6 +79,8 @@ struct Lanewise {
     void (*round)(const void* from, bool is_wide, float* to, int64_t count, int format);
     void (*sum_line)(const lp_lines&, const Line&);
     void (*dot_rows)(const lp_lines&, const float* y, const float* x, float* out);
+    float (*weigh)(const ScoreRow&);  // scores become weights; returns the factor of those before
+    void (*differentiate)(const ScoreRow&, float* gradients, float logarithm, float shift);
     void (*measure)(const Run&, const float* signs, float sign, double* sketch, double (&sums)[3]);
 };
 

@@ -161,6 +161,30 @@ LP_API int32_t lp_sum_lines(const lp_lines*, const float* x, const float* w, con
 // dots of y `w_lines`, those of x `bias_lines`. -> lp_status
 LP_API int32_t lp_dot_lines(const lp_lines*, const float* x, const float* y, float* out, int32_t threads);
 
+// Attention: the softmax of scale * q @ k^T + mask, by v. A matrix of each image and head; heads of k and v have
+// `groups` heads of queries each. Numbers are float32.
+typedef struct {
+    void* at;                            // null: there is no mask, or no gradients are computed
+    int64_t image, head, token, column;  // strides; columns of the mask, which are keys, are contiguous
+} lp_heads;
+typedef struct {
+    lp_heads q, k, v, mask, out;
+    // Gradients: of_q is written, the others are added to. `out` has the gradient of the result, `largest` the logarithms
+    // of the sums of the exponentials, `sums` the dot products of result and gradient.
+    lp_heads of_q, of_k, of_v;
+    float *largest, *sums;  // of each query: its largest score, the sum of the exponentials relative to it. In order of
+                            // images, queries and heads
+    const int64_t* ranges;  // of each block: image, first query, end of the queries, first key, end of the keys
+    const int64_t* first_blocks;  // of each task, and the end of the last; of gradients tasks are images
+    int64_t tasks, heads, groups, queries, width;
+    int64_t chunk;  // keys whose products are one sum
+    float scale;
+    int32_t is_causal;   // query i attends to the keys up to i
+    lp_product product;  // the unit and scheme of all products, and the types of their operands
+    int32_t threads, pad;
+} lp_attention;
+LP_API int32_t lp_attend(const lp_attention*);  // -> lp_status
+
 // How the BLAS calls of a process are computed (blas.cpp). A mode: its unit is -1 for types on which it does not act.
 typedef struct {
     char name[24];

@@ -12,6 +12,7 @@ namespace {
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
 #include "convolution.hpp"
+#include "attention.hpp"
 #include "measuring.hpp"
 
 struct Fp32 : Lanes8 {
@@ -37,6 +38,8 @@ extern const Lanewise lanewise_avx2 = {W,
                                        round_numbers,
                                        sum_line,
                                        dot_rows,
+                                       weigh,
+                                       differentiate,
                                        measure_run};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }

@@ -11,6 +11,7 @@ namespace {
 #include "quantize.hpp"
 #include "matrix_vector.hpp"
 #include "convolution.hpp"
+#include "attention.hpp"
 #include "measuring.hpp"
 
 struct Fp32 : Lanes16 {
@@ -30,6 +31,8 @@ extern const Lanewise lanewise_avx512 = {W,
                                          round_numbers,
                                          sum_line,
                                          dot_rows,
+                                         weigh,
+                                         differentiate,
                                          measure_run};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
