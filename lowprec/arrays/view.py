@@ -99,6 +99,9 @@ class ArrayView:
     quantized: ClassVar[Any] = None  # this array
     scale: ClassVar[float] = 1.0  # of the whole array
     kept: ClassVar[Any] = None  # `KernelCodes` in place of this array
+    inner_offsets: ClassVar[Shape | None] = (
+        None  # of the last axis, in place of multiples of its stride
+    )
 
     #: The view's part of the key of an executor.
     layout: ClassVar[Any]
@@ -195,6 +198,30 @@ class ArrayView:
 
 # Not in the class: a dataclass with slots takes only properties that are Python functions, in Python 3.14.
 ArrayView.layout = property(attrgetter("device", "dtype", "shape", "strides"))
+
+
+class OffsetView(ArrayView):
+    """A view of matrices of host memory whose last axis has offsets, as the elements under the kernel of an image."""
+
+    __slots__ = ("inner_offsets",)
+    layout = property(attrgetter("device", "dtype", "shape", "strides", "inner_offsets"))
+    inner_offsets: Shape  # type: ignore[misc]  # slots
+
+    def __init__(self, memory: ArrayView, shape: Shape, strides: Shape, offsets: Shape) -> None:
+        super().__init__(
+            memory.dtype, shape, (*strides, 0), CPU, memory.owner, True, memory.address
+        )
+        self.inner_offsets = offsets
+
+    def ndarray(self) -> Array:
+        """Return a copy of the elements."""
+        *shape, _ = self.shape
+        *strides, _ = self.strides
+        columns = [
+            self.strided(tuple(shape), tuple(strides), offset).ndarray()
+            for offset in self.inner_offsets
+        ]
+        return np.stack(columns, -1)
 
 
 @dataclass(slots=True, eq=False)

@@ -175,7 +175,7 @@ def rename(error: LowprecError, names: dict[str, str]) -> None:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    return OperandSpec(x.dtype, x.shape, x.strides, x.blocks)
+    return OperandSpec(x.dtype, x.shape, x.strides, x.blocks, x.inner_offsets)
 
 
 class Options(NamedTuple):

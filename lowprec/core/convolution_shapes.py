@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from lowprec.arrays.view import Array
+from lowprec.util.strides import contiguous_strides
 
 
 class Convolution(NamedTuple):
@@ -50,6 +51,34 @@ class Convolution(NamedTuple):
             (k, s, p) == (1, 1, 0)
             for k, s, p in zip(self.kernel, self.stride, self.padding, strict=True)
         )
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides of a channel of a padded image."""
+        return contiguous_strides(self.padded)
+
+    @property
+    def reversed(self) -> Convolution | None:
+        """The convolution that is the gradient of the images, with a turned weight; None where it has strides."""
+        padding = tuple(
+            d * (k - 1) - p
+            for d, k, p in zip(self.dilation, self.kernel, self.padding, strict=True)
+        )
+        if set(self.stride) != {1} or min(padding) < 0:
+            return None
+        return self._replace(
+            channels=self.filters,
+            filters=self.channels,
+            padding=padding,
+            images=self.results,
+            results=self.images,
+        )
+
+    def turned(self, weight: Array) -> Array:
+        """Return the weight of the gradient of the images, (groups * channels, filters, *kernel)."""
+        axes = tuple(range(3, weight.ndim + 1))
+        turned = np.flip(weight.reshape(self.groups, self.filters, *weight.shape[1:]), axes)
+        return turned.swapaxes(1, 2).reshape(-1, self.filters, *self.kernel)
 
     def multiplications(self, count: int) -> int:
         return count * self.groups * self.filters * self.positions * self.inner

@@ -1,31 +1,39 @@
 """Convolutions as matrix products: of positions by the elements under the kernel, and of these by the weight.
 
-The elements under the kernel are copied for some positions at a time (`Chunk`), which bounds the temporary memory. A
-position's bits do not depend on the chunk: those of an element of a product depend on its row and column alone. Sums of
-the elements of a gradient, and of chunks, have one order.
+The elements under the kernel are copied for some positions at a time (`Chunk`), which bounds the temporary memory, or
+read by their offsets. A position's bits do not depend on that: those of an element of a product depend on its row and
+column alone. Sums of the elements of a gradient, and of chunks, have one order.
 Matrices have an axis of groups first. Their rows are contiguous if the channels are last in memory, else the columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from lowprec.arrays import ArrayView
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.arrays.view import Array
+from lowprec.arrays.view import Array, OffsetView
+from lowprec.core import lines
 from lowprec.core.arguments import Options
 from lowprec.core.convolution_shapes import Convolution, in_order
 from lowprec.core.executors import look_up
-from lowprec.modes import ResolvedMode, row, rules_of
+from lowprec.modes import MathMode, Mode, ResolvedMode, row, rules_of
 
 #: Bytes of the elements under the kernel that are copied at a time, unless those of one row of an image have more.
 CHUNK_BYTES = 2 << 20
+#: Modes that round elements, whose products are exact in float32.
+_MODES = (MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.BF16, MathMode.TF32)
+#: Fewest positions and filters of products whose operand is read by offsets.
+_LEAST_POSITIONS = 256
+_LEAST_FILTERS = 16
 #: Positions of small images that are multiplied at a time, where the weight is packed each time.
 _POSITIONS = 512
 
@@ -45,6 +53,11 @@ class Chunk(NamedTuple):
     @property
     def rows(self) -> int:
         return self.bottom - self.top
+
+
+def is_compiled(mode: Mode, dtype: Any) -> bool:
+    """Whether compiled kernels multiply rounded elements of this type in a mode."""
+    return mode in _MODES and dtype == np.float32 and lines.are_available()
 
 
 class Products:
@@ -76,6 +89,9 @@ class Products:
 
     def forward(self, x: Array, weight: Array, bias: Array | None, y: Array) -> None:
         """Compute the convolution of images, (n, groups * filters, *results)."""
+        if self._has_offsets(x.dtype):
+            self._multiply_by_offsets(x, weight, bias, y)
+            return
         x = self._in_order(x)
         b = self._weight(weight).mT
         operand = self._prepared(b) if self.keeps_weight else b
@@ -89,6 +105,11 @@ class Products:
     def of_images(self, y: Array, weight: Array, bias: Array | None, x: Array) -> None:
         """Compute the gradient of the images, from that of the results; plus a bias."""
         s = self.shape
+        back = s.reversed
+        if back is not None and (s.is_pointwise or not row(self.resolved.mode).quantizes):
+            products = Products(back, self.last, self.resolved, self.copy)
+            products.forward(y, s.turned(weight), bias, x)
+            return
         y = in_order(y, self.last)
         b = self._weight(weight)
         operand = self._prepared(b) if self.keeps_weight else b
@@ -96,14 +117,6 @@ class Products:
         sums = None
         for chunk in self._chunks(len(y), _POSITIONS):
             a = self._rows(y, chunk)
-            if s.is_pointwise and bias is None:
-                out, is_direct = self._rows(x, chunk), self.last or chunk.images == 1
-                if not is_direct:
-                    out = self._matrix("products", chunk, s.channels, y.dtype)
-                self._multiply(a, operand, out)
-                if not is_direct:
-                    self._store(x, chunk, out)
-                continue
             out = self._matrix("products", chunk, s.inner, wide)
             self._multiply(a, operand, out)
             if sums is None or chunk.top == 0:
@@ -146,6 +159,44 @@ class Products:
             return a, self._weight(weight)[0].mT
         assert y is not None
         return a.mT, self._rows(in_order(y, self.last), chunk)[0]
+
+    # -- operands by offsets --------------------------------------------------------------------
+
+    def _has_offsets(self, dtype: Any) -> bool:
+        """Whether positions are neighbours in memory, but for few at the ends of rows, so that nothing is copied."""
+        s = self.shape
+        return (
+            not self.last
+            and not s.is_pointwise
+            and set(s.stride) == {1}
+            and s.positions >= _LEAST_POSITIONS
+            and s.filters >= _LEAST_FILTERS
+            and 10 * _span(s) <= 11 * s.positions
+            and is_compiled(self.resolved.mode, dtype)
+        )
+
+    def _multiply_by_offsets(self, x: Array, weight: Array, bias: Array | None, y: Array) -> None:
+        s = self.shape
+        plane = prod(s.padded)
+        size = y.dtype.itemsize
+        memory = self._temporary("results", s.groups * s.filters * plane, y.dtype)
+        out = memory.reshape(s.groups, s.filters, plane)[..., : _span(s)].mT
+        found = as_strided(memory, y.shape[1:], [size * n for n in (plane, *s.steps)])
+        shape = (s.groups, _span(s), s.inner)
+        strides = (s.channels * plane, 1)
+        b = self._weight(weight).mT
+        for image, to in zip(x, y, strict=True):
+            if any(s.padding):
+                padded = self._with_zeros(image[None])
+            else:
+                padded = np.ascontiguousarray(image)
+            view = host_view(padded)
+            if s.groups == 1:
+                a = OffsetView(view, shape[1:], strides[1:], _offsets_of(s))
+            else:
+                a = OffsetView(view, shape, strides, _offsets_of(s))
+            self._multiply(a, b, out, bias)
+            self.copy(to, found)
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -312,12 +363,13 @@ class Products:
         return PreparedView(host_view(b[0] if len(b) == 1 else b), self.resolved.mode, {})
 
     def _multiply(
-        self, a: Array, b: Any, out: Array, bias: Array | None = None, adds: bool = False
+        self, a: Any, b: Any, out: Array, bias: Array | None = None, adds: bool = False
     ) -> None:
         """Compute ``out = a @ b + bias`` of matrices of groups, or add the product to ``out``."""
         c = None
-        if len(a) == 1:
-            a = a[0]
+        if len(out) == 1:
+            if not isinstance(a, ArrayView):
+                a = a[0]
             out = out[0]
             if not isinstance(b, ArrayView):
                 b = b[0]
@@ -336,8 +388,21 @@ class Products:
             beta=0.0 if c is None else 1.0,
             out_dtype=to.dtype,
         )
-        x = host_view(a)
+        x = a if isinstance(a, ArrayView) else host_view(a)
         look_up(self.resolved, x, b, given).execute(given.arguments(x, b, to))
+
+
+@lru_cache(256)
+def _offsets_of(s: Convolution) -> tuple[int, ...]:
+    """Return the offsets of the elements under the kernel in a padded image."""
+    axes = [(k, d * step) for k, d, step in zip(s.kernel, s.dilation, s.steps, strict=True)]
+    offsets: list[int] = lines.offsets([(s.channels, prod(s.padded)), *axes]).tolist()
+    return tuple(offsets)
+
+
+def _span(s: Convolution) -> int:
+    """Return the number of elements of a channel from the first position to the last one."""
+    return 1 + sum((n - 1) * step for n, step in zip(s.results, s.steps, strict=True))
 
 
 def _wide(dtype: Any) -> Any:

@@ -15,14 +15,12 @@ import numpy as np
 from lowprec.arrays.view import Array, data_pointer
 from lowprec.core import lines
 from lowprec.core.convolution_shapes import Convolution
-from lowprec.core.convolutions import Products
+from lowprec.core.convolutions import Products, is_compiled
 from lowprec.modes import MathMode, Mode
 
 #: Products of channels and filters of a group up to which sums of lines are faster than products of matrices.
 _MOST_PRODUCTS = 16
 _EXACT = (MathMode.FP32, MathMode.FP32_PEDANTIC)
-#: Modes that round elements, whose products are exact in float32.
-_MODES = (*_EXACT, MathMode.BF16, MathMode.TF32)
 
 
 def suits(shape: Convolution, mode: Mode, dtype: Any) -> bool:
@@ -30,9 +28,7 @@ def suits(shape: Convolution, mode: Mode, dtype: Any) -> bool:
     return (
         shape.groups > 1
         and shape.channels * shape.filters <= _MOST_PRODUCTS
-        and mode in _MODES
-        and dtype == np.float32
-        and lines.are_available()
+        and is_compiled(mode, dtype)
     )
 
 
@@ -56,9 +52,7 @@ class DirectProducts(Products):
             images=extents,
             results=s.images,
         )
-        axes = tuple(range(3, 3 + len(ones)))
-        turned = np.flip(self._rounded(weight).reshape(s.groups, s.filters, -1, *s.kernel), axes)
-        turned = turned.swapaxes(1, 2).reshape(-1, s.filters, *s.kernel)
+        turned = s.turned(self._rounded(weight))
         back_products = DirectProducts(back, self.last, self.resolved, self.copy)
         back_products._sum(y, turned, bias, x, self.shape)
 

@@ -26,6 +26,8 @@ class OperandSpec:
     strides: Shape  # in elements; zero and negative strides are legal
     # of a quantised array; dtype and strides are then those of its widened numbers
     blocks: Blocks | None = None
+    # of the last axis, in place of multiples of its stride
+    inner_offsets: Shape | None = None
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:

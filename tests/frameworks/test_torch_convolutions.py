@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.view import OffsetView
+from lowprec.core import convolutions
 
 lt = pytest.importorskip("lowprec.torch")
 torch = pytest.importorskip("torch")
@@ -116,11 +119,60 @@ def test_random_convolutions_are_within_the_bound_of_their_sums(first):
         assert_close(seed, ("fp32", "bf16", "tf32")[seed % 3])
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(200, 2000, 100))
+def test_many_random_convolutions_and_gradients(first):
+    for seed in range(first, first + 100):
+        assert_close(seed, ("fp32", "bf16", "tf32")[seed % 3])
+
+
 @pytest.mark.parametrize("first", range(0, 40, 20))
 def test_chunks_of_images_are_within_the_same_bound(first, monkeypatch):
     monkeypatch.setattr("lowprec.core.convolutions.CHUNK_BYTES", 2000)
     for seed in range(first, first + 20):
         assert_close(seed, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [
+        ((2, 20, 30, 40), {"padding": 1}),
+        ((2, 24, 40, 70), {"padding": 2, "dilation": 2, "groups": 2}),
+        ((3, 16, 600), {"padding": 1}),
+        ((1, 16, 18, 40, 50), {}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "tf32"])
+def test_elements_read_by_offsets_have_the_bits_of_copied_ones(shape, given, mode, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    groups = given.get("groups", 1)
+    axes = len(shape) - 2
+    x = torch.randn(shape, generator=generator)
+    weight = torch.randn(32, shape[1] // groups, *[3] * axes, generator=generator)
+    bias = torch.randn(32, generator=generator)
+    read = []
+    by_offsets = convolutions.Products._multiply_by_offsets
+
+    def watched(self, *arrays):
+        read.append(self)
+        by_offsets(self, *arrays)
+
+    monkeypatch.setattr(convolutions.Products, "_multiply_by_offsets", watched)
+    with lt.intercept(mode):
+        found = CONVOLUTIONS[axes - 1](x, weight, bias, **given)
+    assert read
+    monkeypatch.setattr(convolutions, "_LEAST_POSITIONS", 1 << 40)
+    with lt.intercept(mode):
+        copied = CONVOLUTIONS[axes - 1](x, weight, bias, **given)
+    assert len(read) == 1
+    assert torch.equal(found, copied)
+
+
+def test_a_view_with_offsets_has_the_elements_of_its_windows():
+    x = np.arange(40.0, dtype=np.float32)
+    view = OffsetView(host_view(x), (2, 3, 2), (20, 1), (4, 9))
+    want = [[[i + j + k for k in (4, 9)] for j in range(3)] for i in (0, 20)]
+    np.testing.assert_array_equal(view.ndarray(), want)
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 10))

@@ -39,6 +39,10 @@ def describe(plan: GemmPlan, given: GemmProblem) -> tuple[Product, list[Any]]:
     kept: list[Any] = []
     a = _matrix(layout.a, batch, shared, kept)
     _describe_codes(a, kept, problem.a.blocks, layout.k)
+    if problem.a.inner_offsets is not None:
+        inner = np.array(problem.a.inner_offsets)
+        a.inner_offsets = data_pointer(inner)
+        kept.append(inner)
     of_b: list[Any] = []
     b = _matrix(layout.b, batch, (), of_b)
     _describe_codes(b, of_b, problem.b.blocks, layout.k)
