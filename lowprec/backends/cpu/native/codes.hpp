@@ -71,7 +71,11 @@ template <int TYPE> struct Columns {
     }
     // Loads W rows of the stored strip from `first` on, of which those from `end` on are zero.
     INLINE_MEMBER void loaded(int64_t first, int64_t end, u32v* rows) const {
-        UNROLLED(i, W) rows[i] = first + i < end ? get<u32v>(stored + (first + i) * 4 * W) : u32v{};
+        UNROLLED(i, W) {
+            const char* const at = stored + (first + i) * 4 * W;
+            rows[i] = first + i < end ? get<u32v>(at) : u32v{};
+            __builtin_prefetch(at + 2048);
+        }
     }
 
     // Rows of codes of W * PER numbers of k; dwords of each column unless they are stored.
