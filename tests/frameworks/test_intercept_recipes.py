@@ -1,6 +1,7 @@
 """Modes that quantise under ``intercept``: linear layers, their three products, and the others in bfloat16."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import weakref
@@ -9,7 +10,8 @@ import zlib
 import pytest
 
 import lowprec
-from lowprec.modes import Recipe
+from lowprec import recipes
+from lowprec.modes import Recipe, of_pass, parse_mode
 
 pytestmark = pytest.mark.usefixtures("torch")
 
@@ -67,6 +69,40 @@ def test_gradients_are_those_of_layers_that_know_their_passes(torch, lt, name):
     assert {(p.layer, p.gradient): p.count for p in report.taken} == dict.fromkeys(products, 1)
     assert all(0 < p.error < 0.3 for p in report.taken)
     assert not remarks(report)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mode", ["fp8", *map(str, (*RECIPES.values(), Recipe("nvfp4")))])
+def test_each_expert_of_a_grouped_product_has_its_own_scales(torch, lt, mode, transposed):
+    """Rows sorted by expert: the products of an expert, and of its gradients, are those of its rows and its matrix."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.experts = torch.nn.Parameter(torch.randn(3, 64, 32))
+    ends = (3, 3, 10)
+    x = torch.randn(10, 32 if transposed else 64, requires_grad=True)
+    x.data[3:] *= 1e-3
+    with lt.intercept(mode) as seen:
+        weights = model.experts.mT if transposed else model.experts
+        y = torch.nn.functional.grouped_mm(x, weights, offs=torch.tensor(ends, dtype=torch.int32))
+        g = torch.randn_like(y)
+        y.backward(g)
+    report = seen.report()
+    assert {(p.layer, p.mode) for p in report.taken} == {("Module", mode)}
+    recipe = parse_mode(mode)
+    if isinstance(recipe, Recipe):
+        recipe = recipe.at(layer=zlib.crc32(b"Module") % 2**20)
+        recipe = dataclasses.replace(recipe, knows_weight=recipe.weight_block is not None)
+    forward, of_input, of_weight = (of_pass(recipe, x) for x in recipes._PAIRS)
+    matrices = weights.detach()
+    gradients = model.experts.grad.mT if transposed else model.experts.grad
+    for expert, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        rows, matrix, above = x.detach()[first:end], matrices[expert], g[first:end]
+        for found, expected in (
+            (y[first:end], lowprec.matmul(rows, matrix, math_mode=forward)),
+            (x.grad[first:end], lowprec.matmul(above, matrix.T, math_mode=of_input)),
+            (gradients[expert], lowprec.matmul(rows.T, above, math_mode=of_weight)),
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_first_and_last_layers_in_another_mode(torch, lt):
