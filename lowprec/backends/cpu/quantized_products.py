@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,14 +28,6 @@ class Rounded(NamedTuple):
     view: ArrayView
     scales: Any = None  # float32 scales of its vectors or blocks
     scale: float = 1.0  # of the tensor
-
-
-class Codes(NamedTuple):
-    """Codes and scales of an operand, as the parts of a `QuantizedArray`."""
-
-    codes: Any
-    scales: Any
-    zeros: Any = None
 
 
 #: Scales of vectors from this on lose a factor, so that the product of two is below 2^127.
@@ -120,7 +113,9 @@ def _coded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Rounde
     described = ArrayView(
         spec.dtype, view.shape, spec.strides, CPU, codes, True, data_pointer(codes)
     )
-    return Rounded(QuantizedView(described, spec.blocks, Codes(codes, scales)), scale=float(scale))
+    # the parts of a `QuantizedArray` that kernels read
+    quantized = SimpleNamespace(codes=codes, scales=scales, zeros=None)
+    return Rounded(QuantizedView(described, spec.blocks, quantized), scale=float(scale))
 
 
 def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Rounded:
