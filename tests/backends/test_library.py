@@ -15,6 +15,7 @@ import pytest
 
 from lowprec.backends.cpu import library
 from lowprec.errors import BackendError
+from lowprec.planning.tensor_cores import Accumulation
 from support.programs import posix, run_python
 
 ROOT = Path(library.__file__).parents[3]
@@ -50,12 +51,16 @@ def declared_fields(name):
 
 
 @needs_sources
-@pytest.mark.parametrize(
-    "name", ["Matrix", "Scheme", "Product", "TensorCoreModel", "Quantizer", "Lines"]
-)
+@pytest.mark.parametrize("name", ["Matrix", "Scheme", "Product", "Quantizer", "Lines"])
 def test_structures_are_those_of_the_header(name):
     c_name = "lp_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
     assert list(getattr(library, name)._fields_) == declared_fields(c_name)
+
+
+@needs_sources
+def test_fields_of_a_tensor_core_are_those_of_the_header():
+    fields = [(name, ctypes.c_int32) for name in Accumulation._fields[1:7]]
+    assert fields == declared_fields("lp_tensor_core_model")
 
 
 @needs_sources

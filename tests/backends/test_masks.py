@@ -81,7 +81,7 @@ lowprec.quantize(x, "mxfp8")
 found = library.functions()
 at, scale, rows = x.ctypes.data, ctypes.c_float(), np.array([[x.ctypes.data, x.ctypes.data, x.size, 0]])
 q = library.Quantizer(1, 4, 64, 64, 1, 64, 1, block_vectors=1, block_k=32, scaling=2)
-core = library.TensorCoreModel(16, 24, -126, -126, 23, 0)
+core = (ctypes.c_int32 * 6)(16, 24, -126, -126, 23, 0)
 statuses = (
     found.quantize(ctypes.addressof(q), at, np.empty(256, np.int16).ctypes.data, None, ctypes.addressof(scale), 1),
     found.unscale(rows.ctypes.data, 1, 1.0, 1),

@@ -104,15 +104,6 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
-class TensorCoreModel(ctypes.Structure):
-    """``lp_tensor_core_model``."""
-
-    _fields_ = (
-        ("group", _I32), ("fraction_bits", _I32), ("least_exponent", _I32), ("emin", _I32), ("result_bits", _I32),
-        ("adds_after", _I32),
-    )  # fmt: skip
-
-
 class Lines(ctypes.Structure):
     """``lp_lines``."""
 

@@ -65,7 +65,7 @@ def _accumulate(a: Any, b: Any, c: Any, model: Accumulation, scales: Any) -> Non
     functions, status = library.library(), library.UNSUPPORTED
     if functions is not None:
         a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
-        core = library.TensorCoreModel(*model[1:7])
+        core = (ctypes.c_int32 * 6)(*model[1:7])  # an ``lp_tensor_core_model``
         status = functions.emulate(
             data_pointer(a), data_pointer(b), data_pointer(c), *c.shape, a.shape[-1],
             *map(data_pointer, scales or ()), *[None] * (0 if scales else 2),
