@@ -129,17 +129,15 @@ class intercept(Interception):
 
     def _scope(self, rules: blas.Blas) -> blas.Scope:
         scope = blas.Scope(rules)
+        records = self.recorder is not None
         reference = None if self.recorder is None else self.recorder.reference
-        observation = blas.Observation(
-            records=self.recorder is not None, compares=reference is not None
-        )
+        compares = reference is not None
+        layer = ""
         if self.alone is not None:
             layer, reference = self.alone
-            observation.alone = layer.encode()
-        if observation.records or observation.alone:
+        if records or layer:
             resolved = reference and policy.resolve(reference).mode
-            observation.reference = blas.number_of(rules, resolved)
-            scope.observe(observation)
+            scope.observe(records, compares, blas.number_of(rules, resolved), layer)
         return scope
 
     def _install(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -92,13 +93,8 @@ class Place(ctypes.Structure):
     )  # fmt: skip
 
 
-class Observation(ctypes.Structure):
-    """``lp_blas_observation``."""
-
-    _fields_ = (
-        ("records", _I32), ("compares", _I32), ("reference", _I32), ("alone", ctypes.c_char * 128)
-    )  # fmt: skip
-
+#: Returns an ``lp_blas_observation``.
+_observation = struct.Struct("@3i127sx").pack
 
 #: The mode of a routine; None: that of the BLAS.
 Rule: TypeAlias = Callable[[str], "Mode | None"]
@@ -265,9 +261,10 @@ class Scope:
     def leave(self) -> None:
         _function("leave", None, _POINTER)(self.address)
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, records: bool, compares: bool, reference: int, alone: str) -> None:
         """Observe the products of the scope, before it is entered."""
-        if _function("observe", _I32, _POINTER, _POINTER)(self.address, ctypes.byref(observation)):
+        observation = _observation(records, compares, reference, alone.encode())
+        if _function("observe", _I32, _POINTER, ctypes.c_char_p)(self.address, observation):
             raise MemoryError("there is no memory for records")
 
     def is_innermost(self) -> bool:

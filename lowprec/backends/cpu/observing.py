@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -136,10 +137,8 @@ class Site:
             function("site_free", None, _POINTER)(self.handle)
 
 
-class _Numbers(ctypes.Structure):
-    """``lp_numbers``."""
-
-    _fields_ = (("at", _POINTER), ("count", _I64), ("is_wide", _I32), ("pad", _I32))
+#: Returns an ``lp_numbers``: address, count, whether they have 64 bits, and padding.
+_numbers = struct.Struct("@Pq2i").pack
 
 
 def observe(
@@ -147,14 +146,12 @@ def observe(
 ) -> None:
     """Add a product by arrays of its result, the reference's result and both operands, as ``lp_site_observe``."""
     arrays = [np.ascontiguousarray(x) for x in operands]
-    table = (_Numbers * 4)()
-    for row, x in zip(table, arrays, strict=True):
+    table = b""
+    for x in arrays:
         size = x.real.dtype.itemsize
-        row.at = x.ctypes.data
-        row.count = x.nbytes // size
-        row.is_wide = size == 8
+        table += _numbers(x.ctypes.data, x.nbytes // size, size == 8, 0)
     described = (_I64 * len(words))(*words) if words else None
-    arguments = (_POINTER, _POINTER, _I64, _I32, _POINTER)
+    arguments = (_POINTER, ctypes.c_char_p, _I64, _I32, _POINTER)
     function("site_observe", None, *arguments)(
         site.handle, table, multiplications, is_compared, described
     )
