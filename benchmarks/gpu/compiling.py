@@ -31,7 +31,7 @@ def fill(arch: str, variants: Sequence[Any]) -> list[str]:
     # Loading needs a context, and the parts that use a kernel load it.
     loaded = SimpleNamespace(get_kernel=lambda _: None)
     vars(core)["ObjectCode"] = SimpleNamespace(from_cubin=lambda _: loaded)
-    before = libraries.use(libraries.Libraries(None, None, None, core, None, None))
+    before = libraries.use(SimpleNamespace(core=core))
     errors = []
     try:
         for variant in variants:

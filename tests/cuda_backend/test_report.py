@@ -166,7 +166,7 @@ def test_compiled_kernels_are_those_that_parts_and_tests_look_for(load, tmp_path
     assert errors[0].startswith("broken: BackendError: kernel broken was not compiled for sm_90")
     assert part.rows[-1]["compiled"] == len(chosen) - 1
     monkeypatch.setattr(compiling, "_compiled", lambda *_: pytest.fail("it is compiled again"))
-    before = libraries.use(libraries.Libraries(None, None, None, real, None, None))
+    before = libraries.use(SimpleNamespace(core=real))
     try:
         monkeypatch.setattr(real, "ObjectCode", SimpleNamespace(from_cubin=Loaded))
         assert compiling._load("sm_90", chosen[0].name, chosen[0].source).code[:4] == b"\x7fELF"

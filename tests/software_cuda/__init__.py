@@ -7,7 +7,6 @@ it is waited for, memory is poisoned, and what the real libraries refuse is refu
 from collections import Counter
 
 from lowprec.backends.cuda import libraries as installed
-from lowprec.backends.cuda.libraries import Libraries
 from software_cuda.arrays import DeviceArray, read
 from software_cuda.core import Core, compiler
 from software_cuda.cublas import Cublas
@@ -52,9 +51,6 @@ class Software:
         self.core = Core(self.recorder, self.runtime, version // 10000)
         self.driver = Driver(self.recorder, self.runtime)
         self.cusparse_lt = CusparseLt(self.recorder, self.runtime)
-        self.libraries = Libraries(
-            self.cublas_lt, self.cublas, self.runtime, self.core, self.driver, self.cusparse_lt
-        )
 
     @property
     def switches(self):
@@ -92,7 +88,7 @@ _replaced = []
 def install(devices=2, *, version=130100, **model):
     """Replace NVIDIA's libraries by software with a number of equal devices; all :class:`Switches` are on."""
     software = Software([DeviceModel(**model)] * devices, version, Switches.all())
-    _replaced.append(installed.use(software.libraries))
+    _replaced.append(installed.use(software))
     return software
 
 

@@ -79,7 +79,7 @@ def runtime(capability=(9, 0)):
 def recording():
     """Replace the backend's libraries by a compiler that records, and a runtime."""
     found = RecordingCompiler()
-    before = libraries.use(libraries.Libraries(None, None, runtime(), found, found.driver, None))
+    before = libraries.use(SimpleNamespace(runtime=runtime(), core=found, driver=found.driver))
     try:
         yield found
     finally:

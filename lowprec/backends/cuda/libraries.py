@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from lowprec.errors import BackendError, DeviceError
 
@@ -21,38 +22,27 @@ _INSTALL = (
 )
 
 
-class Libraries(NamedTuple):
-    """Modules: ``runtime`` for devices, memory, streams and events, ``core`` for compilers, ``driver`` for launches."""
-
-    cublas_lt: Any
-    cublas: Any
-    runtime: Any
-    core: Any
-    driver: Any
-    cusparse_lt: Any
-
-
-_MODULES = Libraries(
-    "nvmath.bindings.cublasLt",
-    "nvmath.bindings.cublas",
-    "cuda.bindings.runtime",
-    "cuda.core",
-    "cuda.bindings.driver",
-    "nvmath.bindings.cusparseLt",
-)
+_MODULES = {
+    "cublas_lt": "nvmath.bindings.cublasLt",
+    "cublas": "nvmath.bindings.cublas",
+    "runtime": "cuda.bindings.runtime",  # devices, memory, streams and events
+    "core": "cuda.core",  # compilers
+    "driver": "cuda.bindings.driver",  # launches
+    "cusparse_lt": "nvmath.bindings.cusparseLt",
+}
 
 #: Earlier versions lack FP8 types and some attributes of descriptors.
 _OLDEST_CUBLAS = 120000
 
-_loaded: Libraries | None = None
+_loaded: SimpleNamespace | None = None
 
 
-def libraries() -> Libraries:
+def libraries() -> SimpleNamespace:
     """Return the modules; raise BackendError if one is missing, DeviceError without a usable driver or device."""
     return _loaded or _load()
 
 
-def loaded() -> Libraries | None:
+def loaded() -> SimpleNamespace | None:
     return _loaded
 
 
@@ -66,7 +56,7 @@ def cached(function: Callable[..., _T]) -> functools._lru_cache_wrapper[_T]:
     return wrapper
 
 
-def use(replacement: Libraries | None) -> Libraries | None:
+def use(replacement: SimpleNamespace | None) -> SimpleNamespace | None:
     """Replace NVIDIA's modules, and return the old ones; None loads them again at the next use."""
     global _loaded
     before = _loaded
@@ -76,14 +66,15 @@ def use(replacement: Libraries | None) -> Libraries | None:
     return before
 
 
-def _load() -> Libraries:
+def _load() -> SimpleNamespace:
     global _loaded
     try:
-        modules = Libraries(*map(importlib.import_module, _MODULES))
+        found = {name: importlib.import_module(path) for name, path in _MODULES.items()}
     except ImportError as error:
         raise BackendError(
             f"arrays on a GPU need nvmath-python, cuda-bindings and cuda-core ({error}); {_INSTALL}"
         ) from error
+    modules = SimpleNamespace(**found)
     status, count = modules.runtime.cudaGetDeviceCount()
     if status != modules.runtime.cudaError_t.cudaSuccess or not count:
         raise DeviceError(
