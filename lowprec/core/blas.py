@@ -210,18 +210,13 @@ def _unit_of(plan: GemmPlan) -> int:
 # -- scopes of this process -----------------------------------------------------------------------
 
 
-@functools.cache
-def _function(name: str, result: Any, *arguments: Any) -> Any:
-    function = getattr(ctypes.CDLL(library.path()), f"lp_blas_{name}")
-    function.restype = result
-    function.argtypes = arguments
-    return function
+_function = functools.partial(library.function, ctypes.CDLL)
 
 
 def install(is_on: bool) -> None:
     """Let calls of the BLAS in all loaded libraries, and in those loaded later, reach the scopes; or no longer."""
-    library.pass_blas = _function("pass", _I32, _I32) if is_on else None
-    _function("install", None, _I32)(is_on)
+    library.pass_blas = _function("blas_pass", _I32, _I32) if is_on else None
+    _function("blas_install", None, _I32)(is_on)
 
 
 @functools.cache
@@ -247,42 +242,42 @@ class Scope:
 
     def __init__(self, rules: Blas) -> None:
         self.rules = rules
-        self.address = _function("create", _POINTER, _POINTER)(ctypes.byref(rules))
+        self.address = _function("blas_create", _POINTER, _POINTER)(ctypes.byref(rules))
         if self.address is None:
             raise MemoryError("there is no memory for a scope")
 
     def __del__(self) -> None:
-        _function("free", None, _POINTER)(self.address)
+        _function("blas_free", None, _POINTER)(self.address)
 
     def enter(self, all_threads: bool) -> None:
-        if _function("enter", _I32, _POINTER, _I32)(self.address, all_threads):
+        if _function("blas_enter", _I32, _POINTER, _I32)(self.address, all_threads):
             raise MemoryError("there is no memory for a scope")
 
     def leave(self) -> None:
-        _function("leave", None, _POINTER)(self.address)
+        _function("blas_leave", None, _POINTER)(self.address)
 
     def observe(self, records: bool, compares: bool, reference: int, alone: str) -> None:
         """Observe the products of the scope, before it is entered."""
         observation = _observation(records, compares, reference, alone.encode())
-        if _function("observe", _I32, _POINTER, ctypes.c_char_p)(self.address, observation):
+        if _function("blas_observe", _I32, _POINTER, ctypes.c_char_p)(self.address, observation):
             raise MemoryError("there is no memory for records")
 
     def is_innermost(self) -> bool:
-        return bool(_function("scope", _POINTER)() == self.address)
+        return bool(_function("blas_scope", _POINTER)() == self.address)
 
 
 def take_counts(scope: Scope | None) -> list[Count]:
     """Return the products since the last call; None: those of threads without a scope."""
     rows = (Count * _MOST_ROWS)()
     address = None if scope is None else scope.address
-    size = _function("counts", _I64, _POINTER, _POINTER)(address, rows)
+    size = _function("blas_counts", _I64, _POINTER, _POINTER)(address, rows)
     return rows[:size]
 
 
 def take_sites(scope: Scope) -> list[tuple[Place, list[observing.Sums]]]:
     """Return the functions and routines with observed products, and the sums of these since the last call."""
     places = (Place * _MOST_PLACES)()
-    size = _function("sites", _I64, _POINTER, _POINTER)(scope.address, places)
+    size = _function("blas_sites", _I64, _POINTER, _POINTER)(scope.address, places)
     return [(place, observing.taken(place.first)) for place in places[:size]]
 
 
@@ -291,7 +286,7 @@ def take_order(scope: Scope) -> Any:
     parts: list[Any] = []
     while not parts or len(parts[-1]) == _MOST_STEPS:
         steps = np.empty((_MOST_STEPS, 3), np.int32)
-        size = _function("order", _I64, _POINTER, _POINTER, _I64)(
+        size = _function("blas_order", _I64, _POINTER, _POINTER, _I64)(
             scope.address, steps.ctypes.data, _MOST_STEPS
         )
         parts.append(steps[:size])
@@ -300,5 +295,5 @@ def take_order(scope: Scope) -> Any:
 
 @functools.cache
 def routine(number: int) -> str:
-    name: bytes = _function("name", ctypes.c_char_p, _I32)(number)
+    name: bytes = _function("blas_name", ctypes.c_char_p, _I32)(number)
     return name.decode()

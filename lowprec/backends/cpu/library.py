@@ -244,6 +244,15 @@ def path() -> str:
     return _PATH
 
 
+@functools.cache
+def function(loader: type[ctypes.CDLL], name: str, result: Any, *arguments: Any) -> Any:
+    """Return another function of the library, without the prefix, by the types of its result and arguments."""
+    found = getattr(loader(_PATH), f"lp_{name}")
+    found.restype = result
+    found.argtypes = arguments
+    return found
+
+
 def library() -> SimpleNamespace | None:
     """Return the functions of the library, without the prefix ``lp_``; None without it. Loads it at the first call.
 

@@ -66,13 +66,8 @@ def require() -> None:
         )
 
 
-@functools.cache
-def function(name: str, result: Any, *arguments: Any) -> Any:
-    # with the interpreter's lock, so that no other thread forks while a site is locked
-    found = getattr(ctypes.PyDLL(library.path()), f"lp_{name}")
-    found.restype = result
-    found.argtypes = arguments
-    return found
+# with the interpreter's lock, so that no other thread forks while a site is locked
+function = functools.partial(library.function, ctypes.PyDLL)
 
 
 def taken(first: int | None) -> list[Sums]:
