@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from typing import NamedTuple
@@ -47,17 +48,18 @@ class LedgerRow(NamedTuple):
     gradient: str = ""
 
 
+_NO_STATISTICS = Statistics()
+
+
+@dataclass(slots=True)
 class _Sum:
     """The sums of products of one row and shape, or of several shapes, in one thread."""
 
-    __slots__ = ("count", "largest", "multiplications", "shapes", "statistics")
-
-    def __init__(self, shapes: Shapes = ()) -> None:
-        self.count = 0
-        self.multiplications = 0
-        self.largest = -1
-        self.shapes = shapes
-        self.statistics = Statistics()
+    shapes: Shapes = ()
+    count: int = 0
+    multiplications: int = 0
+    largest: int = -1
+    statistics: Statistics = _NO_STATISTICS
 
     def add(self, other: _Sum) -> None:
         self.count += other.count
@@ -131,11 +133,7 @@ class Ledger:
         self, row: LedgerRow, count: int, multiplications: int, largest: int, shapes: Shapes
     ) -> None:
         """Add several products of which ``largest`` is the number of multiplications of the largest one."""
-        added = _Sum()
-        added.count = count
-        added.multiplications = multiplications
-        added.largest = largest
-        added.shapes = shapes
+        added = _Sum(shapes, count, multiplications, largest)
         _sum_of(self._sums.setdefault((get_ident(), row), {}), shapes).add(added)
 
     def mention(self, row: LedgerRow) -> None:
