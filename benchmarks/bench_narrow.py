@@ -82,7 +82,8 @@ def compared(
     weights = [rng.standard_normal((n, k), dtype=np.float32) for _ in range(SETS)]
     rows: list[Any] = []  # of the calls, which read them at each
     narrow_libraries.use_threads(count)
-    clock = time.thread_time if count == 1 else time.perf_counter  # without the time of other processes
+    # without the time of other processes
+    clock = time.thread_time if count == 1 else time.perf_counter
     calls: dict[str, Any] = {}
     for library, found in narrow_libraries.all_calls(rows, weights, count):
         calls |= found

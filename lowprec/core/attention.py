@@ -20,7 +20,7 @@ from lowprec.modes import MathMode, Mode, ResolvedMode
 from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
 
 
-class Operands(NamedTuple):
+class Sequences(NamedTuple):
     """Float32 arrays of shape (images, heads, tokens, width); the last axis of a mask, of keys, is contiguous."""
 
     q: ArrayView
@@ -51,7 +51,7 @@ def _product_of(mode: Mode, capabilities: Capabilities) -> library.Product | Non
 
 def attend(
     product: library.Product,
-    operands: Operands,
+    operands: Sequences,
     ranges: NDArray[np.int64],
     scale: float,
     is_causal: bool,
@@ -67,7 +67,7 @@ def attend(
     first_blocks = np.arange(len(ranges) + 1)
     if gradients:
         first_blocks = np.searchsorted(ranges[:, 0], np.arange(q.shape[0] + 1))
-    found = library.Attention(
+    found = library.AttentionHeads(
         *map(_heads, (q, k, v, mask, out, *(gradients or [None] * 3))),
         largest.address,
         sums.address,

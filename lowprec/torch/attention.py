@@ -148,7 +148,7 @@ class AttentionProducts:
         operands = *map(describe, given[:3]), mask, *map(describe, of_queries)
         attention.attend(
             self.product,
-            attention.Operands._make(operands),
+            attention.Sequences._make(operands),
             self._ranges(),
             given.scale,
             given.is_causal,

@@ -125,7 +125,9 @@ def test_columns_of_one_extreme_scale_are_decoded_as_by_dequantize(fmt, scales, 
     n, blocks = len(codes), k // row.block
     of_blocks = np.tile(np.repeat(np.array(scales, np.uint8), 64)[:, None], (1, blocks))
     q = lowprec.QuantizedArray(codes, of_blocks, fmt, (k, n), 0, 1.0)
-    b = lowprec.prepare(q) if dtype == F32 else q  # FP32 units decode other codes as bfloat16 units do
+    b = (
+        lowprec.prepare(q) if dtype == F32 else q
+    )  # FP32 units decode other codes as bfloat16 units do
     values = q.dequantize()
     overflows = (~np.isfinite(values)).sum(0)
     for first in range(0, k, m):

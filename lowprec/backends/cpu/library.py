@@ -122,7 +122,7 @@ class Heads(ctypes.Structure):
     )  # fmt: skip
 
 
-class Attention(ctypes.Structure):
+class AttentionHeads(ctypes.Structure):
     """``lp_attention``."""
 
     _fields_ = (
