@@ -18,7 +18,10 @@ void attend_in_double(const lp_attention& x, int64_t head, int64_t query, int64_
         const double weight = exp(scores[i] - largest);
         const float* const v = (const float*)x.v.at + of_keys * x.v.head + i * x.v.token;
         sum += weight;
-        for (int64_t d = 0; d < x.width; d++) result[d] += weight * v[d], size = fmax(size, fabs(v[d]));
+        for (int64_t d = 0; d < x.width; d++) {
+            result[d] += weight * v[d * x.v.column];
+            size = fmax(size, fabs(v[d * x.v.column]));
+        }
     }
     for (int64_t d = 0; d < x.width && sum; d++) result[d] /= sum;
     free(scores);
@@ -95,9 +98,10 @@ void check_attention(int64_t queries, int64_t keys, int64_t width, bool is_maske
 }
 
 void check_attention() {
+    const int64_t queries[] = {1, 2, 21}, keys[] = {1, 16, 47, 49, 200}, widths[] = {1, 8, 40};
     state = 1;
-    for (int64_t queries : {1, 2, 21})
-        for (int64_t keys : {1, 16, 47, 49, 200})
-            for (int64_t width : {1, 8, 40})
-                for (bool is_masked : {false, true}) check_attention(queries, keys, width, is_masked);
+    for (int64_t m : queries)
+        for (int64_t n : keys)
+            for (int64_t width : widths)
+                for (int is_masked = 0; is_masked < 2; is_masked++) check_attention(m, n, width, is_masked);
 }

@@ -93,6 +93,7 @@ int32_t multiply(const Rows& rows, const Product& given) {
     p.m = given.m;
     p.n = given.n;
     p.k = given.inner;
+    p.batches = 1;
     p.a = described(given.a);
     p.b = described(given.b);
     p.out = described(given.out);
