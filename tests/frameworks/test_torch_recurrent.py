@@ -136,6 +136,34 @@ def test_gradients_are_right_inside_and_outside(kind, inside):
     assert passed == ({"mkldnn_rnn_layer_backward"} if inside == "backward" else set())
 
 
+def test_the_gradient_of_a_weight_is_one_product_in_its_layer():
+    lstm = layer("one")
+    x = drawn(6, 5, 9)
+    with lt.intercept("mxfp8") as seen:
+        lstm(x)[0].square().sum().backward()
+    backward = [p for p in seen.report().taken if p.backward]
+    assert {(p.layer, p.mode) for p in backward} == {("LSTM", "mxfp8")}
+    assert (
+        sum(p.count for p in backward) == 5 + 2
+    )  # of the states after the first one, and of two weights
+
+
+@pytest.mark.parametrize("kind", ["one", "bidirectional layers"])
+def test_second_derivatives_are_right(kind):
+    """Errors of float32, of sums of at most some hundred products."""
+    lstm = layer(kind)
+    found = []
+    for dtype, scope in ((torch.float64, nullcontext()), (torch.float32, lt.intercept("fp32"))):
+        lstm = lstm.to(dtype)
+        x = drawn(6, 5, 9).to(dtype).requires_grad_()
+        with scope:
+            first = torch.autograd.grad(lstm(x)[0].square().sum(), x, create_graph=True)[0]
+            leaves = [x, *lstm.parameters()]
+            found.append(torch.autograd.grad(first.sin().sum(), leaves))
+    for exact, mine in zip(*found, strict=True):
+        assert (mine - exact).norm() <= 300 * UNIT * exact.norm()
+
+
 @pytest.mark.parametrize("kind", ["one", "bidirectional layers"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_sequence_has_the_same_bits_alone_and_in_packed_batches(mode, kind):
