@@ -1,4 +1,4 @@
-"""PyTorch's LSTM on the CPU inside an interception: a product for each step, and one for all in the gradients of weights.
+"""PyTorch's LSTM on the CPU inside an interception: a product for each step, and one for a weight's gradient.
 
 oneDNN's kernel keeps a workspace for its own gradient. Here nothing depends on it, so that a gradient is right inside
 and outside of the block.
@@ -98,12 +98,14 @@ class _Steps(torch.autograd.Function):
     """The steps of a layer, whose gradient of the weight is one product."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, entries: Tensor, weight: Tensor, bias: Any, h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kept: list[tuple[Tensor, Tensor]] = []
-        outputs, h, c = _steps(*given, kept=kept)
+        outputs, *last = _steps(entries, weight, bias, h, c, kept)
         gates, cells = (torch.stack(each) for each in zip(*kept, strict=True))
-        ctx.save_for_backward(*given, outputs, gates, cells)
-        return outputs, h, c
+        ctx.save_for_backward(entries, weight, bias, h, c, outputs, gates, cells)
+        return outputs, *last
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

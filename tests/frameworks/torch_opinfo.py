@@ -24,11 +24,11 @@ PRODUCTS = (
     "mm addmm baddbmm bmm matmul __rmatmul__ nn.functional.linear einsum tensordot nn.functional.bilinear cdist "
     "matrix_exp addbmm addmv mv dot vdot inner kron outer ger addr linalg.multi_dot linalg.matrix_power linalg.vecdot "
     "nn.functional.scaled_dot_product_attention cov corrcoef pca_lowrank svd_lowrank nn.functional.conv1d "
-    "nn.functional.conv2d nn.functional.conv3d linalg.householder_product ormqr"
+    "nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d "
+    "nn.functional.conv_transpose3d linalg.householder_product ormqr"
 )
 OTHERS = (
-    "chain_matmul nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d "
-    "nn.functional.multi_head_attention_forward cholesky_inverse cholesky_solve nn.functional.cosine_similarity pdist "
+    "chain_matmul nn.functional.multi_head_attention_forward cholesky_inverse cholesky_solve nn.functional.cosine_similarity pdist "
     "nn.functional.embedding_bag sparse.mm sparse.sampled_addmm nn.functional.unfold nn.functional.fold stft istft "
     "triangular_solve geqrf cross nn.functional.ctc_loss logdet cholesky nn.functional.affine_grid lu lu_solve "
     "nn.functional.grid_sample trapezoid polar block_diag"
