@@ -66,7 +66,7 @@ def test_a_kernel_is_compiled_once(core):
 
 def test_each_architecture_has_its_own(core):
     kernel()
-    libraries.use(SimpleNamespace(runtime=runtime((8, 0)), core=core))
+    libraries.use(SimpleNamespace(runtime=runtime((8, 0)), core=core, driver=None))
     kernel()
     assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
 
