@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from lowprec._version import __version__
 from lowprec.cli.commands import audit, autotune, check, info, plan, run
-from lowprec.cli.output import USAGE, CommandError, flush, in_terminal, note, print_text
+from lowprec.cli.output import USAGE, flush, in_terminal, note, print_text
 from lowprec.errors import LowprecError, LowprecWarning, did_you_mean
 from lowprec.util.tables import fill
 
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         command = self.prog.partition(" ")[2]
         where = f"{command}: " if command else ""
-        raise CommandError(f"{where}{message} (see {self.prog} --help)")
+        raise LowprecError(f"{where}{message} (see {self.prog} --help)")
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
         """Raise for unknown options, which argparse leaves to the parser without those of the command."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from lowprec import plotting
 from lowprec.checking import Comparison
 from lowprec.checking.figures import errors_by_speed, speeds_and_errors
-from lowprec.cli.output import CommandError, flush
+from lowprec.cli.output import flush
+from lowprec.errors import LowprecError
 from lowprec.util.atomic import write_file
 
 
@@ -61,7 +62,7 @@ def check_output(path: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:
-        raise CommandError(f"cannot write {path or repr(path)}: {reason}")
+        raise LowprecError(f"cannot write {path or repr(path)}: {reason}")
 
 
 def write_output(path: str, content: bytes) -> None:
@@ -77,4 +78,4 @@ def write_output(path: str, content: bytes) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror or error}") from None
+        raise LowprecError(f"cannot write {path}: {error.strerror or error}") from None

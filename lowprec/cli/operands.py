@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.checking.accuracy import Array
 from lowprec.checking.measure import rotation
-from lowprec.cli.output import CommandError
+from lowprec.errors import LowprecError
 from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.util.strides import Shape
 
@@ -92,12 +92,12 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
     except MemoryError:
         raise
     except OSError as error:
-        raise CommandError(f"cannot read {path or repr(path)}: {error.strerror or error}") from None
+        raise LowprecError(f"cannot read {path or repr(path)}: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001 - NumPy evaluates the header with Python's parser
         reason = textwrap.shorten(str(error) or type(error).__name__, 120)
-        raise CommandError(f"cannot read {path} as an .npy file: {reason}") from None
+        raise LowprecError(f"cannot read {path} as an .npy file: {reason}") from None
     if array.dtype.fields is not None:
-        raise CommandError(f"{path} holds records ({array.dtype}), not a matrix of numbers")
+        raise LowprecError(f"{path} holds records ({array.dtype}), not a matrix of numbers")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind == "V" and array.dtype.type is np.void:
@@ -115,12 +115,12 @@ def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
         d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"
     ]
     if not fitting:
-        raise CommandError(f"{path} holds raw {size}-byte elements, which fit no dtype")
+        raise LowprecError(f"{path} holds raw {size}-byte elements, which fit no dtype")
     if dtype is None or dtype.label not in fitting:
         given = ""
         if dtype is not None:
             given = f"; --dtype {dtype} does not fit"
-        raise CommandError(
+        raise LowprecError(
             f"{path} holds raw {size}-byte elements, as NumPy stores {' and '.join(fitting)}{given}; "
             f"choose the type with --dtype {fitting[0]}"
         )
@@ -136,9 +136,9 @@ def _converted(path: str, array: Array, dtype: DType | None) -> Array:
     elif array.dtype.kind == "c" and not dtype.is_complex:
         reason = f"; --dtype {dtype} would drop the imaginary part"
     if reason or dtype is None:
-        raise CommandError(f"{path} holds {array.dtype}{reason}")
+        raise LowprecError(f"{path} holds {array.dtype}{reason}")
     with np.errstate(all="ignore"):
         converted: Array = array.astype(NUMPY_DTYPES[dtype])
     if dtype is DType.INT8 and not np.array_equal(converted, array):
-        raise CommandError(f"{path} holds {array.dtype} values that int8 cannot hold")
+        raise LowprecError(f"{path} holds {array.dtype} values that int8 cannot hold")
     return converted

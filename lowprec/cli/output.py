@@ -23,10 +23,6 @@ from lowprec.util.tables import Table, fill, plain_text
 USAGE = 2
 
 
-class CommandError(LowprecError):
-    """A mistake in the command line or in a file named there; the message is printed unchanged."""
-
-
 #: The width without a terminal.
 _PIPE_WIDTH = 120
 
@@ -65,16 +61,16 @@ def flush() -> None:
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[None]:
-    """Raise a failure to write as CommandError, except that of a pipe closed by its reader."""
+    """Raise a failure to write as LowprecError, except that of a pipe closed by its reader."""
     if sys.stdout is None:  # closed
-        raise CommandError("cannot write to standard output: it is closed")
+        raise LowprecError("cannot write to standard output: it is closed")
     try:
         yield
     except OSError as error:
         _discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             raise
-        raise CommandError(f"cannot write to standard output: {error.strerror}") from None
+        raise LowprecError(f"cannot write to standard output: {error.strerror}") from None
 
 
 def _discard(stream: TextIO) -> None:

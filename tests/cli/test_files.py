@@ -11,7 +11,7 @@ import pytest
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.cli import exports, operands
-from lowprec.cli.output import CommandError
+from lowprec.errors import LowprecError
 from lowprec.formats import DType
 
 
@@ -35,9 +35,9 @@ def test_raw_elements_need_a_dtype(tmp_path, dtype):
     read = operands.read_array(path, dtype)
     assert read.dtype == saved.dtype
     np.testing.assert_array_equal(read, saved)
-    with pytest.raises(CommandError, match=rf"raw {saved.itemsize}-byte elements.*{dtype}"):
+    with pytest.raises(LowprecError, match=rf"raw {saved.itemsize}-byte elements.*{dtype}"):
         operands.read_array(path)
-    with pytest.raises(CommandError, match="--dtype float32 does not fit"):
+    with pytest.raises(LowprecError, match="--dtype float32 does not fit"):
         operands.read_array(path, DType.FLOAT32)
 
 
@@ -72,7 +72,7 @@ def test_unusable_operands_are_refused(tmp_path, array, dtype, words):
         np.lib.format.write_array(
             file, array, version=(3, 0) if "größe" in str(array.dtype) else None
         )
-    with pytest.raises(CommandError, match=words):
+    with pytest.raises(LowprecError, match=words):
         operands.read_array(path, dtype)
 
 
@@ -84,10 +84,10 @@ class _Bomb:
 def test_a_pickle_is_never_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("a.npy", np.array([_Bomb()], dtype=object), allow_pickle=True)
-    with pytest.raises(CommandError, match="Object arrays cannot be loaded"):
+    with pytest.raises(LowprecError, match="Object arrays cannot be loaded"):
         operands.read_array("a.npy")
     Path("b.npy").write_bytes(pickle.dumps(_Bomb()))
-    with pytest.raises(CommandError, match=r"as an \.npy file"):
+    with pytest.raises(LowprecError, match=r"as an \.npy file"):
         operands.read_array("b.npy")
     assert not Path("unpickled").exists()
 
@@ -99,7 +99,7 @@ def test_a_file_that_ends_too_early(tmp_path):
     whole = path.read_bytes()
     for length in (*range(128), len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(CommandError, match=r"cannot read .*a\.npy"):
+        with pytest.raises(LowprecError, match=r"cannot read .*a\.npy"):
             operands.read_array(str(path))
 
 
@@ -141,7 +141,7 @@ _SHAPED = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }"
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_damaged_header_is_reported_in_a_few_words(tmp_path, header, version, mapped):
     path = _with_header(tmp_path / "a.npy", header, version)
-    with pytest.raises(CommandError, match=r"cannot read .*a\.npy") as found:
+    with pytest.raises(LowprecError, match=r"cannot read .*a\.npy") as found:
         operands.read_array(path, mapped=mapped)
     assert len(str(found.value)) < len(path) + 150
 
@@ -186,12 +186,12 @@ def test_an_open_file_is_written_at_its_end(tmp_path):
 
 
 def test_a_full_device_is_reported():
-    with pytest.raises(CommandError, match="cannot write /dev/full: No space left"):
+    with pytest.raises(LowprecError, match="cannot write /dev/full: No space left"):
         exports.write_output("/dev/full", b"rows")
 
 
 def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch):
     # Asked of the system, so that it holds for root as well.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    with pytest.raises(CommandError, match="not writable"):
+    with pytest.raises(LowprecError, match="not writable"):
         exports.check_output(str(tmp_path / "C.npy"))

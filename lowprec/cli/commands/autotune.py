@@ -14,9 +14,10 @@ from lowprec import tuning
 from lowprec.checking.comparison import seconds
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_shared, count, dtype, shape
-from lowprec.cli.output import CommandError, columns, print_json, print_tables, print_text
+from lowprec.cli.output import columns, print_json, print_tables, print_text
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
+from lowprec.errors import LowprecError
 from lowprec.formats import DType
 from lowprec.inspection import info
 from lowprec.tuning import AutotuneResult
@@ -76,7 +77,7 @@ def _candidates(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     shapes, element = options.shapes, options.dtype
     if len(shapes) % 2:
-        raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
+        raise LowprecError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
     pairs = list(zip(shapes[::2], shapes[1::2], strict=True))
     modes = [_mode(a, b, options) for a, b in pairs]
     gpu = info()["gpu"]
@@ -120,7 +121,7 @@ def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
 def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
     """Report that there is no GPU; raise for one that cannot be used."""
     if gpu["driver"] is not None:
-        raise CommandError(f"autotune: the GPU of this machine is not used: {gpu['reason']}")
+        raise LowprecError(f"autotune: the GPU of this machine is not used: {gpu['reason']}")
     if options.json:
         print_json({"device": None, "reason": gpu["reason"], "results": []})
     else:
@@ -165,6 +166,6 @@ def _maker() -> Callable[[Shape, DType, np.random.Generator], Any]:
         if library.cuda.is_available():
             return functools.partial(make, library)
         reasons.append(f"{name} sees no GPU")
-    raise CommandError(
+    raise LowprecError(
         f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}"
     )

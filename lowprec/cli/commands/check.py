@@ -18,7 +18,8 @@ from lowprec.checking.measure import USUAL_ROUNDS, Load, load
 from lowprec.cli.exports import check_exports, export
 from lowprec.cli.operands import DISTRIBUTIONS, pairs, read_array
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
-from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text
+from lowprec.cli.output import columns, note, print_json, print_tables, print_text
+from lowprec.errors import LowprecError
 from lowprec.formats import DType
 from lowprec.inspection import info
 from lowprec.util.progress import progress
@@ -214,10 +215,10 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         yield from _random_cases(options)
         return
     if options.b is None:
-        raise CommandError("check: give two .npy files, or none")
+        raise LowprecError("check: give two .npy files, or none")
     for name in ("sizes", "distribution"):
         if getattr(options, name) is not None:
-            raise CommandError(f"check: --{name} is for random operands; omit it with files")
+            raise LowprecError(f"check: --{name} is for random operands; omit it with files")
     a, b = (read_array(name, options.dtype) for name in (options.a, options.b))
     yield Case.of("files", f"{options.a} @ {options.b}", a, b)
 

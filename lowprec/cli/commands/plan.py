@@ -7,9 +7,10 @@ from typing import Any
 
 from lowprec.cli.operands import read_array
 from lowprec.cli.options import add_operands, add_shared, shape
-from lowprec.cli.output import CommandError, print_json, print_tables
+from lowprec.cli.output import print_json, print_tables
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
+from lowprec.errors import LowprecError
 from lowprec.formats import DType
 
 HELP = """\
@@ -58,11 +59,11 @@ def run(options: argparse.Namespace) -> int:
 def _operands(options: argparse.Namespace) -> tuple[Any, Any]:
     if options.shapes is not None:
         if options.a is not None:
-            raise CommandError("plan: give two files or --shapes, not both")
+            raise LowprecError("plan: give two files or --shapes, not both")
         element = options.dtype or DType.FLOAT32
         a, b = options.shapes
         return ShapeDtype(a, element), ShapeDtype(b, element)
     if options.b is None:
-        raise CommandError("plan: give two .npy files, or --shapes with two shapes")
+        raise LowprecError("plan: give two .npy files, or --shapes with two shapes")
     a, b = (read_array(x, options.dtype, mapped=True) for x in (options.a, options.b))
     return a, b

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lowprec.cli.options import mode, rules
-from lowprec.cli.output import CommandError, flush, note
+from lowprec.cli.output import flush, note
 from lowprec.core import blas
 from lowprec.core.rules import ALL, Rules, first_match, shown
-from lowprec.errors import UnsupportedError
+from lowprec.errors import LowprecError, UnsupportedError
 from lowprec.modes import MathMode, Mode, mode_names
 from lowprec.policy import environment
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     rules = options.mode
     guard = options.guard
     if rules is None and not guard and not options.profile:
-        raise CommandError(
+        raise LowprecError(
             "run: give --mode MODE, --guard or --profile, before the script or the module"
         )
     _check(options)
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
             rules = ((ALL, mode or MathMode.FP32),)
     if options.against is not None:
         if foreign or mode is None:
-            raise CommandError("run: --against compares Python programs, outside of a guard")
+            raise LowprecError("run: --against compares Python programs, outside of a guard")
         return _run_twice(command, mode, rules, options)
     hooks: dict[str, Any] = {"profile": options.profile}
     if options.intercept:
@@ -164,10 +164,10 @@ def _check(options: argparse.Namespace) -> None:
     options.intercept |= options.against is not None
     for name in ("force", "against", "intercept"):
         if getattr(options, name) and options.mode is None:
-            raise CommandError(f"run: --{name} goes with --mode")
+            raise LowprecError(f"run: --{name} goes with --mode")
     if options.save is not None:
         if options.against is None:
-            raise CommandError("run: --save goes with --against")
+            raise LowprecError("run: --save goes with --against")
         from lowprec.cli.exports import check_output
 
         check_output(options.save)
@@ -176,7 +176,7 @@ def _check(options: argparse.Namespace) -> None:
 def _single(rules: Rules, intercepts: bool) -> Mode:
     """Return the mode of all products that no other rule matches, which the libraries' switches are set for."""
     if not intercepts and [pattern for pattern, _ in rules] != [ALL]:
-        raise CommandError("run: rules in --mode go with --intercept")
+        raise LowprecError("run: rules in --mode go with --intercept")
     return first_match(rules, ()) or MathMode.FP32
 
 
@@ -269,7 +269,7 @@ def _program(options: argparse.Namespace) -> list[str]:
     if words[:1] == ["-m"] and words[1:]:
         return words
     if not words:
-        raise CommandError(
+        raise LowprecError(
             "run: give a script, -m and a module, or -- and a command (see lowprec run --help)"
         )
     script = words[0]
@@ -283,7 +283,7 @@ def _program(options: argparse.Namespace) -> list[str]:
         reason = error.strerror or str(error)
         if shutil.which(script):
             reason += "; put -- before a command that is no Python file"
-        raise CommandError(f"cannot read {script or repr(script)}: {reason}") from None
+        raise LowprecError(f"cannot read {script or repr(script)}: {reason}") from None
     if script.startswith("-"):  # Python would parse the name as an option
         return ["--", *words]
     return words
@@ -328,7 +328,7 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 def python_command(program: Sequence[str]) -> list[str]:
     """Return the command that runs a program with this interpreter; raise if it ignores the environment."""
     if not sys.executable:
-        raise CommandError("run: this Python does not know its own executable")
+        raise LowprecError("run: this Python does not know its own executable")
     ignoring = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
@@ -336,12 +336,12 @@ def python_command(program: Sequence[str]) -> list[str]:
     }
     for option, is_set in ignoring.items():
         if is_set:
-            raise CommandError(
+            raise LowprecError(
                 f"run: this Python was started with {option}, which ignores the settings for the program; "
                 "start it without, as python -m lowprec run"
             )
     if os.pathsep in STARTUP:
-        raise CommandError(f"run: {STARTUP} holds a {os.pathsep!r}, so PYTHONPATH cannot name it")
+        raise LowprecError(f"run: {STARTUP} holds a {os.pathsep!r}, so PYTHONPATH cannot name it")
     return [sys.executable, *interpreter_options(sys.orig_argv), *program]
 
 
@@ -353,7 +353,7 @@ def start(command: Sequence[str], variables: Mapping[str, str]) -> int:
             os.execvpe(command[0], list(command), variables)
         return wait_for(command, variables)
     except OSError as error:
-        raise CommandError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
+        raise LowprecError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
 
 
 def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lowprec.cli.output import CommandError, columns, note
+from lowprec.cli.output import columns, note
 from lowprec.comparing import compare_programs, read_record
+from lowprec.errors import LowprecError
 
 
 def run_twice(
@@ -72,7 +73,7 @@ def _run(
             list(command), env=dict(variables), stdin=stdin, stdout=subprocess.PIPE
         )
     except OSError as error:
-        raise CommandError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
+        raise LowprecError(f"run: cannot start {command[0]}: {error.strerror or error}") from None
     with process:
         while True:
             try:
