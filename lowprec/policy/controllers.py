@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from lowprec.policy.frameworks.jax import JaxController
+from lowprec.policy.frameworks import jax, torch
 from lowprec.policy.frameworks.switch_functions import CUPY, PADDLE, TENSORFLOW
-from lowprec.policy.frameworks.torch import TorchController
 from lowprec.policy.protocol import Controller, attempt
 
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
@@ -96,5 +95,5 @@ def switch_rows() -> Iterator[dict[str, Any]]:
             }
 
 
-for _builtin in (TorchController(), JaxController(), TENSORFLOW, CUPY, PADDLE):
+for _builtin in (torch, jax, TENSORFLOW, CUPY, PADDLE):
     register_controller(_builtin)

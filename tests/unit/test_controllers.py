@@ -390,13 +390,13 @@ def test_every_switch_is_shown_and_none_that_cannot_be_read(register):
 
 
 def test_a_pytorch_with_other_switches_is_reported(register, monkeypatch):
-    from lowprec.policy.frameworks.torch import TorchController
+    from lowprec.policy.frameworks import torch
 
     module = ModuleType("torch")
     module._C = SimpleNamespace()
     module.__version__ = "99.0"
     monkeypatch.setitem(sys.modules, "torch", module)
-    registry.register_controller(TorchController())
+    registry.register_controller(torch)
     with pytest.warns(LowprecWarning, match=r"the switches of PyTorch 99\.0 are not those"):
         guard = fp32_guard().__enter__()
     assert statuses(guard) == {"torch": "not protected"}

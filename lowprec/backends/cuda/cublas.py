@@ -1,4 +1,4 @@
-"""cuBLAS handles for users' own calls, and the controller of their math mode.
+"""cuBLAS handles for users' own calls; the module is the controller of their math modes, in all threads.
 
 The math mode of a cuBLAS handle applies to functions without a compute type, such as ``cublasSgemm`` and the solvers
 built on it; cuBLASLt has no math mode. Source: the cuBLAS documentation, ``cublasMath_t``.
@@ -6,10 +6,10 @@ built on it; cuBLASLt has no math mode. Source: the cuBLAS documentation, ``cubl
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from lowprec.backends.cuda import bindings, runtime
@@ -85,45 +85,46 @@ def cublas_handle(device: int | None = None) -> int:
 _AT_START = "math_mode of new handles"
 
 
-class CublasController:
-    """The math modes of the handles that :func:`cublas_handle` has returned, in all threads."""
+# -- the controller, which is this module ----------------------------------------------------------
 
-    name = "cublas"
-    module = "lowprec.backends.cuda.cublas"
-    tier = "process"
-    switches: Mapping[str, str] = MappingProxyType(
-        {
-            "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
-        }
-    )
-    modes = tuple(_MATH)
+name = "cublas"
+module = __name__
+tier = "process"
+switches = {
+    "math_mode": "calls of cuBLAS without a compute type, on handles of lowprec.cublas_handle()"
+}
+modes = tuple(_MATH)
 
-    def save(self) -> dict[str, Any]:
-        """Return each handle's ``cublasMath_t``, and that of new handles."""
-        return {_AT_START: _at_start, **self.describe()}
 
-    def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Set each handle's math mode, keeping the flag for reductions."""
-        global _at_start
-        _at_start = _MATH[mode]
-        for handle in tuple(_pool.devices):
-            flags = bindings.math_mode(handle) & _DISALLOW_REDUCED_PRECISION_REDUCTION
-            bindings.set_math_mode(handle, _MATH[mode] | flags)
-        return self.save()
+def save() -> dict[str, Any]:
+    """Return each handle's ``cublasMath_t``, and that of new handles."""
+    return {_AT_START: _at_start, **describe()}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore each handle's ``cublasMath_t``; handles created in the block get the value for new handles."""
-        global _at_start
-        _at_start = saved[_AT_START]
-        for handle in tuple(_pool.devices):
-            bindings.set_math_mode(handle, saved.get(_name(handle), _at_start))
 
-    def describe(self) -> dict[str, Any]:
-        return {_name(handle): bindings.math_mode(handle) for handle in tuple(_pool.devices)}
+def set_mode(mode: MathMode) -> dict[str, Any]:
+    """Set each handle's math mode, keeping the flag for reductions."""
+    global _at_start
+    _at_start = _MATH[mode]
+    for handle in tuple(_pool.devices):
+        flags = bindings.math_mode(handle) & _DISALLOW_REDUCED_PRECISION_REDUCTION
+        bindings.set_math_mode(handle, _MATH[mode] | flags)
+    return save()
+
+
+def restore(saved: Mapping[str, Any]) -> None:
+    """Restore each handle's ``cublasMath_t``; handles created in the block get the value for new handles."""
+    global _at_start
+    _at_start = saved[_AT_START]
+    for handle in tuple(_pool.devices):
+        bindings.set_math_mode(handle, saved.get(_name(handle), _at_start))
+
+
+def describe() -> dict[str, Any]:
+    return {_name(handle): bindings.math_mode(handle) for handle in tuple(_pool.devices)}
 
 
 def _name(handle: int) -> str:
     return f"math_mode of handle {handle:#x}, thread {_uses[handle]}"
 
 
-register_controller(CublasController())
+register_controller(sys.modules[__name__])

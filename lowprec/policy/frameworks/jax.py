@@ -1,4 +1,8 @@
-"""JAX's default precision of products."""
+"""Controller of JAX's default precision in a thread; the module is the controller.
+
+The saved value is the thread's own setting, or JAX's marker if there is none and the process default applies. JAX's
+context manager is not used: it does not expose this value, and an interrupt in its ``__enter__`` would lose it.
+"""
 
 from __future__ import annotations
 
@@ -12,57 +16,52 @@ from lowprec.policy.frameworks.switch_functions import attribute
 
 _SWITCH = "default_matmul_precision"
 
+name = "jax"
+module = "jax"
+tier = "thread"
+switches: Mapping[str, str] = {_SWITCH: "products and convolutions that are traced in this thread"}
+# JAX's precisions, because its algorithms raise an error on devices that lack them.
+_WORDS: Mapping[MathMode, str] = {
+    MathMode.FP32: "highest",
+    MathMode.FP32_PEDANTIC: "highest",
+    MathMode.TF32: "tensorfloat32",
+    MathMode.BF16: "bfloat16",
+}
+modes = tuple(_WORDS)
 
-class JaxController:
-    """JAX's default precision in a thread.
 
-    The saved value is the thread's own setting, or JAX's marker if there is none and the process default applies. JAX's
-    context manager is not used: it does not expose this value, and an interrupt in its ``__enter__`` would lose it.
-    """
+def _state() -> Any:
+    state = attribute("jax.default_matmul_precision", "JAX")
+    # JAX versions with a hook store a second copy of the value.
+    hook = getattr(state, "_update_thread_local_hook", "none of these versions")
+    if hook is not None or not hasattr(state, "set_local"):
+        raise UnsupportedError(
+            f"JAX {sys.modules['jax'].__version__} stores jax.default_matmul_precision in another way than JAX "
+            "0.10, which lowprec supports"
+        )
+    return state
 
-    name = "jax"
-    module = "jax"
-    tier = "thread"
-    switches: Mapping[str, str] = {
-        _SWITCH: "products and convolutions that are traced in this thread"
-    }
-    # JAX's precisions, because its algorithms raise an error on devices that lack them.
-    _words: Mapping[MathMode, str] = {
-        MathMode.FP32: "highest",
-        MathMode.FP32_PEDANTIC: "highest",
-        MathMode.TF32: "tensorfloat32",
-        MathMode.BF16: "bfloat16",
-    }
-    modes = tuple(_words)
 
-    @staticmethod
-    def _state() -> Any:
-        state = attribute("jax.default_matmul_precision", "JAX")
-        # JAX versions with a hook store a second copy of the value.
-        hook = getattr(state, "_update_thread_local_hook", "none of these versions")
-        if hook is not None or not hasattr(state, "set_local"):
-            raise UnsupportedError(
-                f"JAX {sys.modules['jax'].__version__} stores jax.default_matmul_precision in another way than JAX "
-                "0.10, which lowprec supports"
-            )
-        return state
+def save() -> dict[str, Any]:
+    return {_SWITCH: _state().get_local()}
 
-    def save(self) -> dict[str, Any]:
-        return {_SWITCH: self._state().get_local()}
 
-    def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        state, word = self._state(), self._words[mode]
-        state.set_local(word)
-        if state.value != word:
-            raise BackendError(f"JAX kept {_SWITCH} = {state.value!r} when it was set to {word!r}")
-        return {_SWITCH: word}
+def set_mode(mode: MathMode) -> dict[str, Any]:
+    state, word = _state(), _WORDS[mode]
+    state.set_local(word)
+    if state.value != word:
+        raise BackendError(f"JAX kept {_SWITCH} = {state.value!r} when it was set to {word!r}")
+    return {_SWITCH: word}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        self._state().set_local(saved[_SWITCH])
 
-    def describe(self) -> dict[str, Any]:
-        return {_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
+def restore(saved: Mapping[str, Any]) -> None:
+    _state().set_local(saved[_SWITCH])
 
-    def set_default(self, mode: MathMode) -> None:
-        """Set the default precision of all threads for the rest of the process."""
-        attribute("jax.config.update", "JAX")("jax_default_matmul_precision", self._words[mode])
+
+def describe() -> dict[str, Any]:
+    return {_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
+
+
+def set_default(mode: MathMode) -> None:
+    """Set the default precision of all threads for the rest of the process."""
+    attribute("jax.config.update", "JAX")("jax_default_matmul_precision", _WORDS[mode])

@@ -1,8 +1,9 @@
-"""Controller of PyTorch's switches: the old ones for all products, the newer ones per backend and operation.
+"""Controller of the process-wide switches of PyTorch 2.9 and later; the module is the controller.
 
-An old switch cannot be read while it disagrees with the newer ones. A newer switch with value ``"none"`` inherits the
-value of its backend, or of all backends. To restore all switches exactly, each one's own value is saved. If these rules
-hide a value, other switches are set to full FP32 while it is read; the guard sets them so in any case.
+The old switches are for all products, the newer ones for a backend and an operation. An old switch cannot be read
+while it disagrees with the newer ones. A newer switch with value ``"none"`` inherits the value of its backend, or of
+all backends. To restore all switches exactly, each one's own value is saved. If these rules hide a value, other
+switches are set to full FP32 while it is read; the guard sets them so in any case.
 """
 
 from __future__ import annotations
@@ -90,65 +91,66 @@ def _functions(torch: ModuleType) -> SimpleNamespace:
     return functions
 
 
-class TorchController:
-    """The process-wide switches of PyTorch 2.9 and later."""
+name = "torch"
+module = "torch"
+tier = "process"
+modes = tuple(_WORDS)
+switches: Mapping[str, str] = {
+    _OLD: "products, all devices",
+    _OLD_CUDNN: "cuDNN: convolutions, recurrent networks",
+    **dict(_LEAVES.values()),
+}
 
-    name = "torch"
-    module = "torch"
-    tier = "process"
-    modes = tuple(_WORDS)
-    switches: Mapping[str, str] = {
-        _OLD: "products, all devices",
-        _OLD_CUDNN: "cuDNN: convolutions, recurrent networks",
-        **dict(_LEAVES.values()),
-    }
 
-    def save(self) -> dict[str, Any]:
-        do = _functions(sys.modules["torch"])
-        leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
-        parents = leaves[len(_PAIRS) :]
-        del leaves[len(_PAIRS) :]
-        if parents != _PASSED_ON:
-            leaves = _own_values(do, leaves)
-        old, cudnn = _read(do.get_old), _read(do.get_cudnn)
-        # While the newer switches are at full FP32, the old one for products can always be read, that of cuDNN only if
-        # it is False.
-        if old is None:
-            old = _while_set(do, _held(leaves, _MATMULS), "ieee", do.get_old)
-        if cudnn is None:
-            read = partial(_read, do.get_cudnn)
-            cudnn = _while_set(do, _held(leaves, _CUDNN), "ieee", read) is not False
-        return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - equal lengths; strict is slower
+def save() -> dict[str, Any]:
+    do = _functions(sys.modules["torch"])
+    leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
+    parents = leaves[len(_PAIRS) :]
+    del leaves[len(_PAIRS) :]
+    if parents != _PASSED_ON:
+        leaves = _own_values(do, leaves)
+    old, cudnn = _read(do.get_old), _read(do.get_cudnn)
+    # While the newer switches are at full FP32, the old one for products can always be read, that of cuDNN only if
+    # it is False.
+    if old is None:
+        old = _while_set(do, _held(leaves, _MATMULS), "ieee", do.get_old)
+    if cudnn is None:
+        read = partial(_read, do.get_cudnn)
+        cudnn = _while_set(do, _held(leaves, _CUDNN), "ieee", read) is not False
+    return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - equal lengths; strict is slower
 
-    def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
-        """Set every switch, the old ones first, because they also set some of the newer ones."""
-        old, cuda, _ = _WORDS[mode]
-        values = _VALUES[mode]
-        do = _functions(sys.modules["torch"])
-        do.put_old(old)
-        do.put_cudnn(cuda == "tf32")
-        list(map(do.put, _FIRST, _SECOND, values))
-        if list(map(do.get, _FIRST, _SECOND)) != values or do.get_old() != old:
-            raise BackendError(f"PyTorch's switches did not take {old!r}")
-        return _SET[mode]
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore every switch, the old ones first, because they also set some of the newer ones."""
-        do = _functions(sys.modules["torch"])
-        old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
-        do.put_old(old)
-        do.put_cudnn(cudnn)
-        list(map(do.put, _FIRST, _SECOND, leaves))
+def set_mode(mode: MathMode) -> Mapping[str, Any]:
+    """Set every switch, the old ones first, because they also set some of the newer ones."""
+    old, cuda, _ = _WORDS[mode]
+    values = _VALUES[mode]
+    do = _functions(sys.modules["torch"])
+    do.put_old(old)
+    do.put_cudnn(cuda == "tf32")
+    list(map(do.put, _FIRST, _SECOND, values))
+    if list(map(do.get, _FIRST, _SECOND)) != values or do.get_old() != old:
+        raise BackendError(f"PyTorch's switches did not take {old!r}")
+    return _SET[mode]
 
-    def describe(self) -> dict[str, Any]:
-        do = _functions(sys.modules["torch"])
-        found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
-        for name, value in found.items():
-            if value is None:
-                found[name] = "refused by PyTorch: the old and the newer switches do not agree"
-        for pair, (name, _) in _LEAVES.items():
-            found[name] = do.get(*pair)
-        return found
+
+def restore(saved: Mapping[str, Any]) -> None:
+    """Restore every switch, the old ones first, because they also set some of the newer ones."""
+    do = _functions(sys.modules["torch"])
+    old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
+    do.put_old(old)
+    do.put_cudnn(cudnn)
+    list(map(do.put, _FIRST, _SECOND, leaves))
+
+
+def describe() -> dict[str, Any]:
+    do = _functions(sys.modules["torch"])
+    found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
+    for name, value in found.items():
+        if value is None:
+            found[name] = "refused by PyTorch: the old and the newer switches do not agree"
+    for pair, (name, _) in _LEAVES.items():
+        found[name] = do.get(*pair)
+    return found
 
 
 def _read(getter: Callable[[], T]) -> T | None:
