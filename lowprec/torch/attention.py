@@ -165,7 +165,7 @@ class AttentionProducts:
 
     def _blocks(self) -> Iterator[QueryBlock]:
         heads = self.given.k.shape[1]
-        for some, queries, first in self._runs():
+        for some, queries, first in _runs(self._open_keys()[0]):
             keys = self.given.k.shape[2] - first
             most = BLOCK_SCORES // (self.groups * keys)
             rows = min(queries.stop - queries.start, max(_FEWEST // self.groups, min(most, _MOST)))
@@ -187,36 +187,30 @@ class AttentionProducts:
     def _ranges(self) -> NDArray[np.int64]:
         """Return the image, first and last query, first and last key of each block of a compiled attention."""
         rows = max(1, ROWS // self.groups)
+        firsts, of_queries = self._open_keys()
+        ends = of_queries.numpy()
         found = []
-        for images, queries, first in self._runs():
+        for images, queries, first in _runs(firsts):
             for image in range(images.start, images.stop):
                 for start in range(queries.start, queries.stop, rows):
                     end = min(start + rows, queries.stop)
-                    keys = self.given.k.shape[2]
-                    if self.given.is_causal:
-                        keys = min(end, keys)
-                    found.append((image, start, end, first, keys))
+                    found.append((image, start, end, first, ends[image, start:end].max()))
         return np.array(found, np.int64)
 
-    def _runs(self) -> Iterator[tuple[slice, slice, int]]:
-        """Yield images, and queries of these whose first keys that are not masked are the same, with these."""
+    def _open_keys(self) -> tuple[Tensor, Tensor]:
+        """Return the first key that each query attends to, and the one after the last, or all for a masked query."""
         images, _, tokens, _ = self.given.q.shape
         mask = self.given.mask
-        everything = slice(0, images), slice(0, tokens)
-        if mask is None:
-            yield *everything, 0
-            return
-        is_open = (_collapsed(mask) > torch.finfo(mask.dtype).min).any(1)
-        firsts = is_open.byte().argmax(-1).expand(images, tokens)
-        if not firsts.any():
-            yield *everything, 0
-            return
-        for image, of_queries in enumerate(firsts):
-            start = 0
-            values, counts = of_queries.unique_consecutive(return_counts=True)
-            for first, length in zip(values.tolist(), counts.tolist(), strict=True):
-                yield slice(image, image + 1), slice(start, start + length), first
-                start += length
+        keys = self.given.k.shape[2]
+        firsts = torch.zeros(1, 1, dtype=torch.int64)
+        ends = firsts + keys
+        if self.given.is_causal:
+            ends = torch.arange(1, tokens + 1).clamp(max=keys)
+        if mask is not None:
+            is_open = (_collapsed(mask) > torch.finfo(mask.dtype).min).any(1).byte()
+            firsts = is_open.argmax(-1)
+            ends = keys - is_open.flip(-1).argmax(-1)
+        return firsts.expand(images, tokens), ends.expand(images, tokens)
 
     # -- matrices -------------------------------------------------------------------------------
 
@@ -292,6 +286,20 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return memory for a gradient, in PyTorch's order."""
     images, heads, tokens, width = x.shape
     return x.new_empty(images, tokens, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _runs(firsts: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Yield images, and queries of these whose first keys that are not masked are the same, with these."""
+    images, tokens = firsts.shape
+    if not firsts.any():
+        yield slice(0, images), slice(0, tokens), 0
+        return
+    for image, of_queries in enumerate(firsts):
+        start = 0
+        values, counts = of_queries.unique_consecutive(return_counts=True)
+        for first, length in zip(values.tolist(), counts.tolist(), strict=True):
+            yield slice(image, image + 1), slice(start, start + length), first
+            start += length
 
 
 def _collapsed(x: Tensor) -> Tensor:
