@@ -1,4 +1,4 @@
-"""Speed of a transformer's products in blocks of calls, and of a training step.
+"""Speed of a transformer's products in blocks of calls, of its attention, and of a training step.
 
 A block is a sequence of calls of one library, as in a program; libraries take turns by block. Figures are the time of
 the fastest other library over lowprec's: medians of the ratios by round.
@@ -32,6 +32,12 @@ SKINNY = tuple(
     for k, n in ((768, 768), (768, 3072), (1024, 4096), (4096, 4096))
 )
 SETS = 3  # of operands, which take turns
+
+#: PyTorch alone, and with its products by lowprec in a mode.
+WAYS: dict[str, Callable[[], Any]] = {
+    "torch": nullcontext,
+    **{m: functools.partial(lowprec.torch.intercept, m) for m in ("fp32", "bf16")},
+}
 
 Call = Callable[[int], Any]
 
@@ -111,6 +117,57 @@ def products(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
             yield row | {"speed": timing.speed_ratio(fastest, ours), "time": timing.summary(ours)}
 
 
+# --- attention --------------------------------------------------------------------------------
+
+#: Images, heads, heads of the keys, queries, keys and width.
+ATTENTIONS = {
+    "prefill, 1,024 tokens": (1, 32, 8, 1024, 1024, 64),
+    "decoding, 1,024 keys": (1, 32, 8, 1, 1024, 64),
+    "causal, 4,096 tokens": (1, 8, 8, 4096, 4096, 64),
+    "8 sequences of 128": (8, 12, 12, 128, 128, 64),
+    "16 sequences of 128, width 256": (16, 4, 4, 128, 128, 64),
+}
+
+
+def attention_calls(shape: tuple[int, ...], is_causal: bool, records: bool) -> dict[str, Call]:
+    """Return PyTorch's fused attention, with its gradients if it records, alone and in the modes of blocks."""
+    images, heads, few, queries, keys, width = shape
+    q, k, v = (
+        torch.randn(images, tokens, n, width).transpose(1, 2).requires_grad_(records)
+        for n, tokens in ((heads, queries), (few, keys), (few, keys))
+    )
+    gradient = torch.randn_like(q)
+
+    def call(way: Callable[[], Any], _: int) -> None:
+        with way():
+            found = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=True
+            )
+            if records:
+                found.backward(gradient)
+
+    return {name: functools.partial(call, way) for name, way in WAYS.items()}
+
+
+def attentions(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
+    rounds, block_s = (3, 0.001) if quick else (9, 0.2)
+    torch.manual_seed(seed)
+    for what, shape in ATTENTIONS.items():
+        for records in (False, True):
+            *_, queries, _, _ = shape
+            if queries == 1 and records:
+                continue
+            calls = attention_calls(shape, queries > 128, records)
+            sample = functools.partial(_block, calls, block_s)
+            seconds = timing.take_turns(list(calls), sample, rounds=rounds, seed=seed)
+            for name, samples in seconds.items():
+                row = {"kind": "attention", "what": what, "variant": name, "records": records}
+                yield row | {
+                    "time": timing.summary(samples),
+                    "relative_time": timing.speed_ratio(samples, seconds["torch"]),
+                }
+
+
 # --- a training step --------------------------------------------------------------------------
 
 
@@ -121,21 +178,16 @@ def steps(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
     model = training_step.Characters(layers, features)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     (text,) = training_step.batches(1, batch)
-    ways: dict[str, Callable[[], Any]]
-    ways = {
-        "torch": nullcontext,
-        **{m: functools.partial(lowprec.torch.intercept, m) for m in ("fp32", "bf16")},
-    }
 
     def step() -> None:
         training_step.step(model, optimizer, text)
 
     def sample(name: str, _: int) -> float:
-        with ways[name]():
+        with WAYS[name]():
             step()
             return statistics.median(timeit.repeat(step, repeat=1 if quick else 4, number=1))
 
-    seconds = timing.take_turns(list(ways), sample, rounds=3 if quick else 9, seed=seed)
+    seconds = timing.take_turns(list(WAYS), sample, rounds=3 if quick else 9, seed=seed)
     for name, samples in seconds.items():
         row = {"kind": "step", "variant": name, "time": timing.summary(samples)}
         yield row | {"relative_time": timing.speed_ratio(samples, seconds["torch"])}
@@ -158,6 +210,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
     yield from products(quick, seed)
+    yield from attentions(quick, seed)
     yield from steps(quick, seed)
 
 

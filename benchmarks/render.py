@@ -287,6 +287,8 @@ _PARTS: dict[str, Callable[[Result], list[str]]] = {
     ),
     "transformer": _pivoted(
         ("m x k x n", "{m}x{k}x{n}", "{what}", "{speed:.2f}", _where(kind="product")),
+        ("attention", "{what}", "{variant}", "{relative_time:.2f}", _where(kind="attention", records=False)),
+        ("and its gradients", "{what}", "{variant}", "{relative_time:.2f}", _where(kind="attention", records=True)),
         ("training step", "{variant}", "ms", "{time_ms:.0f}", _where(kind="step")),
         ("training step", "{variant}", "relative time", "{relative_time:.2f}", _where(kind="step")),
     ),
