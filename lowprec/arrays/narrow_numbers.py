@@ -39,6 +39,18 @@ def rounded_to_odd(x: Any, xp: Any) -> Any:
     return (truncated | is_inexact).view(xp.float32)
 
 
+def rounded_sum(x: Any, y: Any, xp: Any) -> Any:
+    """Return float64 numbers plus float32 ones, rounded once to float32: the float64 sum is rounded to odd."""
+    y = converted(y, xp.float64)
+    total = x + y
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    bits = total.view(xp.int64)
+    inexact = (error != 0) & xp.isfinite(total) & (bits & 1 == 0)
+    away = xp.where((error > 0) == (total > 0), 1, -1)
+    return converted((bits + xp.where(inexact, away, 0)).view(xp.float64), xp.float32)
+
+
 def nearest_codes(x: Any, to: NumberFormat, xp: Any, random: Any = None) -> Any:
     """Return the codes of the nearest numbers, ties to even, of numbers that are not negative.
 

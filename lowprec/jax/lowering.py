@@ -7,7 +7,9 @@ operands are split here on both, and multiplied in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,10 +22,12 @@ from jax.sharding import reshard
 from lowprec import formats
 from lowprec.arrays import block_codes
 from lowprec.arrays.block_layout import padded
+from lowprec.arrays.narrow_numbers import rounded_sum
 from lowprec.formats import DType, dtype_from_name
 from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
 from lowprec.modes import Mode, ModeRow, Recipe, parse_mode, row, rules_of
-from lowprec.planning.schedule import make_schedule
+from lowprec.planning.kernels import BLOCKS_CHUNK
+from lowprec.planning.schedule import chunk_length, make_schedule
 from lowprec.recipes import Rule
 
 #: As for ``lax.dot_general``: the contracted axes of each operand, and the batch axes of each.
@@ -172,7 +176,10 @@ def _quantized(
     along_k = [x for x in rules if x and x.block_scale == "float32" and not x.across]
     if along_k and x.shape[-1]:
         length = max(rule.block[1] for rule in along_k)
-        out = _in_pieces(x, y, scales_x, scales_y, length, on_gpu=on_gpu)
+        in_integers = all(rule and rule.codes in ("int8_blocks", "mxfp4") for rule in rules)
+        add = _add_integers if in_integers else functools.partial(_add_scaled, on_gpu)
+        chunk = BLOCKS_CHUNK if in_integers else x.shape[-1]
+        out = _in_pieces((x, y), (scales_x, scales_y), length, chunk, add)
     else:
         out = _scaled_product(x, y, scales_x, scales_y, on_gpu=on_gpu)
     scale = scale_x * scale_y
@@ -202,23 +209,48 @@ def _scaled_product(x: Any, y: Any, scales_x: Any, scales_y: Any, *, on_gpu: boo
     return out
 
 
-def _in_pieces(x: Any, y: Any, scales_x: Any, scales_y: Any, length: int, *, on_gpu: bool) -> Any:
-    """Return the sum over pieces of k of products with the scales of the piece, (batch, vector, piece), in order."""
+def _add_scaled(on_gpu: bool, total: Any, operands: tuple[Any, ...]) -> Any:
+    return total + _scaled_product(*operands, on_gpu=on_gpu)
+
+
+def _add_integers(total: Any, operands: tuple[Any, ...]) -> Any:
+    """Return ``fma(I * scale of b, scale of a, total)`` with the exact sums I, as the kernels do."""
+    x, y, scales_x, scales_y = operands
+    sums = _scaled_product(x, y, None, scales_y, on_gpu=False)
+    with jax.enable_x64(True):
+        wide = lax.convert_element_type(sums, np.float64)
+        if scales_x is not None:
+            wide = wide * lax.convert_element_type(scales_x[:, :, None], np.float64)
+        return rounded_sum(wide, jnp.asarray(total), jnp)
+
+
+def _in_pieces(
+    values: Any, scales: Any, length: int, chunk: int, add: Callable[[Any, tuple[Any, ...]], Any]
+) -> Any:
+    """Return the sum over pieces of k of products with the scales of the piece, (batch, vector, piece), in order.
+
+    The sums of chunks of k are added.
+    """
 
     def pieces(values: Any) -> Any:
         values = padded(values, 2, length, jnp)
         values = values.reshape(*values.shape[:2], -1, length)
         return jnp.moveaxis(values, 2, 0)
 
-    def add(total: Any, operands: tuple[Any, ...]) -> tuple[Any, None]:
-        return total + _scaled_product(*operands, on_gpu=on_gpu), None
-
-    scales = [x if x is None else jnp.moveaxis(x, 2, 0) for x in (scales_x, scales_y)]
-    operands = (pieces(x), pieces(y), *scales)
-    total = _scaled_product(*jax.tree.map(lambda x: x[0], operands), on_gpu=on_gpu)
-    if len(operands[0]) > 1:
-        total, _ = lax.scan(add, total, jax.tree.map(lambda x: x[1:], operands))
-    return total
+    scales = [x if x is None else jnp.moveaxis(x, 2, 0) for x in scales]
+    operands = (*map(pieces, values), *scales)
+    at_once = -(-chunk_length(values[0].shape[-1], chunk) // length)
+    sums = []
+    for start in range(0, len(operands[0]), at_once):
+        first, rest = (
+            jax.tree.map(operator.itemgetter(part), operands)
+            for part in (start, slice(start + 1, start + at_once))
+        )
+        total = add(0.0, first)
+        if len(rest[0]):
+            total, _ = lax.scan(lambda *x: (add(*x), None), total, rest)
+        sums.append(total)
+    return functools.reduce(operator.add, sums)
 
 
 def _extents(x: Any, axes: Iterable[int]) -> list[int]:

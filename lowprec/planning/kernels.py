@@ -21,6 +21,8 @@ INT8 = "int8"
 
 #: The same of two operands of integers in blocks along k.
 BLOCKS = "integers in blocks"
+#: Length of the chunks of k in which these are summed, at most.
+BLOCKS_CHUNK = 512
 
 
 def format_name(fmt: NumberFormat | None) -> str:

@@ -31,7 +31,7 @@ def term_of_each_piece(rng, k, n):
 
 
 def of_numpy(mode, a, b, g):
-    recipe = Recipe(mode)
+    recipe = mode if isinstance(mode, Recipe) else Recipe(mode)
     of_input, of_weight = recipe.of("grad_input"), recipe.of("grad_weight")
     return (
         lowprec.matmul(a, b, math_mode=mode),
@@ -106,6 +106,22 @@ def test_products_and_gradients_are_within_the_bound(fmt, rng):
         size = np.linalg.norm(x) * np.linalg.norm(y)
         bound = lowprec.plan(x, y, math_mode=fmt).bound
         assert error <= bound.probable * size <= bound.relative * size
+
+
+@pytest.mark.parametrize(
+    "mode", ["int8_blocks", ("int8_blocks", "mxfp4"), ("mxfp4", "int8_blocks")], ids=str
+)  # fmt: skip
+def test_sums_of_integers_in_blocks_have_the_same_bits_in_all_libraries(products, mode, rng):
+    """Each block is added with one rounding, in order, and chunks of k after that: 700 are two of these."""
+    a, b, g = (
+        rng.standard_normal(shape, np.float32) * 2.0 ** rng.integers(-8, 9, shape)
+        for shape in ((600, 700), (700, 40), (600, 40))
+    )
+    operands = [x.astype(np.float32) for x in (a, b, g)]
+    recipe = Recipe(mode)
+    found = products(recipe, *operands)
+    for one, expected in zip(found, of_numpy(recipe, *operands), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), expected)
 
 
 def in_squares(x):

@@ -12,7 +12,7 @@ from typing import Any
 from lowprec.backends.cpu.library import BLOCK_TYPES, INSTRUCTION_SETS
 from lowprec.formats import DType
 from lowprec.planning import KernelRow
-from lowprec.planning.kernels import BLOCKS
+from lowprec.planning.kernels import BLOCKS, BLOCKS_CHUNK
 
 _COMPILED = KernelRow(name="", units="", products_per_complex=4, packs=True, keeps_b=True)
 _FP32 = _COMPILED._replace(
@@ -71,7 +71,7 @@ def _of_blocks(kernel: KernelRow) -> KernelRow:
     return kernel._replace(
         name=f"{kernel.name}_blocks",
         formats=frozenset({BLOCKS}),
-        k_chunk=512,
+        k_chunk=BLOCKS_CHUNK,
         summation="blocks",
         decodes_b=frozenset({"mxfp4", "nvfp4", "int8_blocks", "int8", "int4"}),
         cost_per_flop=kernel.cost_per_flop * 1.5,

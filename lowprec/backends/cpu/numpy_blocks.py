@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays import block_codes
+from lowprec.arrays.narrow_numbers import rounded_sum
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView
 from lowprec.backends.cpu.emulation import arithmetic, products
@@ -39,7 +40,7 @@ def execute_blocks(plan: GemmPlan, arguments: Arguments) -> None:
                 scaled = np.matmul(a[..., part], b[..., part, :]) * of_b[..., first : first + 1, :]
                 if rounds:
                     scaled = scaled.astype(np.float32).astype(np.float64)
-                total = _rounded_sum(scaled * of_a[..., first : first + 1], total)
+                total = rounded_sum(scaled * of_a[..., first : first + 1], total, np)
             if start:
                 total = out + total
             out[...] = total
@@ -99,14 +100,3 @@ def _integers(view: ArrayView) -> tuple[ArrayView, ArrayView]:
         return host_view(np.broadcast_to(found.astype(np.float64), view.shape))
 
     return in_shape(numbers), in_shape(spread)
-
-
-def _rounded_sum(x: Any, y: Any) -> Any:
-    """Return float64 numbers plus float32 ones, rounded once to float32: the float64 sum is rounded to odd."""
-    total = x + y
-    back = total - x
-    error = (x - (total - back)) + (y - back)
-    bits = total.view(np.int64)
-    inexact = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
-    away = np.where((error > 0) == (total > 0), 1, -1)
-    return (bits + np.where(inexact, away, 0)).view(np.float64).astype(np.float32)
