@@ -34,6 +34,6 @@ def pytest_addoption(parser: Any) -> None:
 def pytest_configure(config: Any) -> None:
     """Register the check of each test if its option is given."""
     if config.getoption("lowprec_require"):
-        from lowprec.pytest_plugin import RequiredPrecision
+        from lowprec import pytest_plugin
 
-        config.pluginmanager.register(RequiredPrecision(config.getoption("lowprec_require")))
+        config.pluginmanager.register(pytest_plugin)
