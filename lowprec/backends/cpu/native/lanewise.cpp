@@ -51,7 +51,7 @@ lp::Quantization describe(const lp_quantizer& q, const void* x, void* to, void* 
     }
     const bool of_vectors = q.scaling == LP_VECTORS, of_all = q.scaling == LP_TENSOR;
     if (of_all || of_vectors) {
-        j.block_rows = of_vectors && j.along_k ? 1 : 16;
+        j.block_rows = j.along_k && (of_vectors || q.codes) ? 1 : 16;
         if (q.codes && !j.along_k) j.block_rows = 64;  // runs of codes along k are whole cache lines
         j.block_columns = of_vectors && !j.along_k;
     }

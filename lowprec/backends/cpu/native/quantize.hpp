@@ -59,11 +59,15 @@ INLINE f32v to_random(f32v q, Narrow to, u32v random) {
     return smaller(__builtin_convertvector((i32v)rounded, f32v) * power, all_floats(to.largest));
 }
 
-INLINE u32v code_of(f32v r, Narrow to) {
-    const u32v normal = (bits(r) >> (23 - to.stored)) - ((uint32_t)(to.emin + 126) << to.stored);
-    const float least = __builtin_bit_cast(float, (uint32_t)(127 + to.stored - to.emin) << 23);
-    const u32v subnormal = (u32v) __builtin_convertvector(r * least, i32v);
-    return choose((u32v)(bits(r) >= (uint32_t)(to.emin + 127) << 23), normal, subnormal);
+// The code of the nearest number to q >= 0, ties to even: a sum with a power of two ends with its significand.
+INLINE u32v code_of(f32v q, Narrow to) {
+    const int dropped = 23 - to.stored;
+    const i32v exponent = larger((i32v)q & 0x7f800000, (i32v)all((uint32_t)(to.emin + 127) << 23));
+    const i32v power = exponent + (dropped << 23);
+    const i32v significand = (i32v)(q + (f32v)power) - power;
+    const i32v code = (exponent >> dropped) - ((to.emin + 127) << to.stored) + significand;
+    const int largest = (__builtin_bit_cast(int, to.largest) >> dropped) - ((to.emin + 126) << to.stored);
+    return (u32v)(code < largest ? code : (i32v)all((uint32_t)largest));
 }
 
 // Philox4x32-10 of Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011): four words a counter.
@@ -387,7 +391,9 @@ static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, 
             if (ELEMENTS == LP_NARROW_I4) v = floats(choose((u32v)(v > 7.0f), bits(all_floats(7)), bits(v)));
             return put_integer(bits(v + 0x1.8p23f));
         }
-        const f32v r = RANDOM ? to_random(q, NUMBERS, get<u32v>(random + c)) : to_nearest(q, NUMBERS);
+        f32v r = q;
+        if constexpr (RANDOM) r = to_random(q, NUMBERS, get<u32v>(random + c));
+        else if constexpr (!CODES) r = to_nearest(q, NUMBERS);
         if constexpr (IS_INTEGER) {
             put_integer((u32v) __builtin_convertvector(floats(bits(r) | sign), i32v));
         } else if constexpr (CODES) {

@@ -14,7 +14,7 @@ typedef int8_t i8v __attribute__((vector_size(W)));
 
 template <class V> static inline V bf16_of_e4m3(V codes);  // if W is 16
 template <bool IS_E4M3, class V> static inline V scaled_bf16(V codes, V scales, V significands);  // if W is 16
-template <class V> static inline void narrow_u8(void* to, V x);  // if W is 16
+template <class V> static inline void narrow_u8(void* to, V x);  // if W is 8 or 16
 template <class F, class V> static inline F e2m1(V codes);  // if W is 8 or 16
 static inline void halves_of_e4m3(const void* codes, uint16_t* to);  // 4 * W codes, if W is 8 or 16
 
@@ -40,7 +40,7 @@ template <class V> INLINE V get(const void* at) {
 template <class V> INLINE void put(void* at, V v) { __builtin_memcpy(at, &v, sizeof v); }
 // The low bytes of lanes.
 INLINE void put_u8(void* to, u32v x) {
-    if constexpr (W == 16) narrow_u8(to, x);
+    if constexpr (W > 4) narrow_u8(to, x);
     else put(to, __builtin_convertvector(__builtin_convertvector(x, u16v), u8v));
 }
 INLINE u32v bits(f32v x) { return (u32v)x; }

@@ -13,6 +13,11 @@ template <class V> static inline V widen_i8(const void* at) {
 template <class V> static inline V widen_u16(const void* at) {
     return (V)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
 }
+template <class V> static inline void narrow_u8(void* to, V x) {
+    const __m256i blocks = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
+    const __m128i low = _mm256_castsi256_si128(blocks), high = _mm256_extracti128_si256(blocks, 1);
+    _mm_storel_epi64((__m128i*)to, _mm_unpacklo_epi32(low, high));
+}
 template <class V> static inline V load_f16_as(const void* at) {
     return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
 }
