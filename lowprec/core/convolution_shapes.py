@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -45,17 +46,29 @@ class Convolution(NamedTuple):
         return tuple(n + 2 * p for n, p in zip(self.images, self.padding, strict=True))
 
     @property
+    def extents(self) -> tuple[int, ...]:
+        """Extents of an image whose rows share the zeros between them."""
+        *others, length = self.padded
+        return *others, length - self.padding[-1]
+
+    @property
+    def span(self) -> int:
+        """The number of elements of a channel of ``extents`` from the first position to the last one."""
+        steps = contiguous_strides(self.extents)
+        return 1 + sum((n - 1) * step for n, step in zip(self.results, steps, strict=True))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the elements under the kernel in an image of ``extents``."""
+        return _offsets_of(self)
+
+    @property
     def is_pointwise(self) -> bool:
         """Whether the images are an operand as they are."""
         return all(
             (k, s, p) == (1, 1, 0)
             for k, s, p in zip(self.kernel, self.stride, self.padding, strict=True)
         )
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The strides of a channel of a padded image."""
-        return contiguous_strides(self.padded)
 
     @property
     def reversed(self) -> Convolution | None:
@@ -146,6 +159,16 @@ class ConvolutionArguments(NamedTuple):
         )
         found = Convolution(groups, channels, outputs // groups, *shape, tuple(extents), results)
         return found if min(results) > 0 else None
+
+
+@lru_cache(256)
+def _offsets_of(s: Convolution) -> tuple[int, ...]:
+    steps = (prod(s.extents), *contiguous_strides(s.extents))
+    factors = (1, *s.dilation)
+    found = np.zeros(1, np.int64)
+    for n, step, d in zip((s.channels, *s.kernel), steps, factors, strict=True):
+        found = np.add.outer(found, d * step * np.arange(n)).ravel()
+    return tuple(found.tolist())
 
 
 def in_order(x: Array, last: bool) -> Array:

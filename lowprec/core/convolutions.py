@@ -9,7 +9,6 @@ Matrices have an axis of groups first. Their rows are contiguous if the channels
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -26,13 +25,14 @@ from lowprec.core.arguments import Options
 from lowprec.core.convolution_shapes import Convolution, in_order
 from lowprec.core.executors import look_up
 from lowprec.modes import MathMode, Mode, ResolvedMode, row, rules_of
+from lowprec.util.strides import contiguous_strides
 
 #: Bytes of the elements under the kernel that are copied at a time, unless those of one row of an image have more.
 CHUNK_BYTES = 2 << 20
 #: Modes that round elements, whose products are exact in float32.
 _MODES = (MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.BF16, MathMode.TF32)
 #: Fewest positions and filters of products whose operand is read by offsets.
-_LEAST_POSITIONS = 256
+_LEAST_POSITIONS = 128
 _LEAST_FILTERS = 16
 #: Positions of small images that are multiplied at a time, where the weight is packed each time.
 _POSITIONS = 512
@@ -171,32 +171,42 @@ class Products:
             and set(s.stride) == {1}
             and s.positions >= _LEAST_POSITIONS
             and s.filters >= _LEAST_FILTERS
-            and 10 * _span(s) <= 11 * s.positions
+            and 10 * s.span <= 11 * s.positions
             and is_compiled(self.resolved.mode, dtype)
         )
 
     def _multiply_by_offsets(self, x: Array, weight: Array, bias: Array | None, y: Array) -> None:
         s = self.shape
-        plane = prod(s.padded)
-        size = y.dtype.itemsize
-        memory = self._temporary("results", s.groups * s.filters * plane, y.dtype)
-        out = memory.reshape(s.groups, s.filters, plane)[..., : _span(s)].mT
-        found = as_strided(memory, y.shape[1:], [size * n for n in (plane, *s.steps)])
-        shape = (s.groups, _span(s), s.inner)
-        strides = (s.channels * plane, 1)
+        span = s.span
+        memory = self._temporary("results", s.groups * s.filters * span, y.dtype)
+        out = memory.reshape(s.groups, s.filters, span).mT
+        steps = [y.dtype.itemsize * n for n in (span, *contiguous_strides(s.extents))]
+        found = as_strided(memory, y.shape[1:], steps)
+        shape = (s.groups, span, s.inner)
+        strides = (s.channels * prod(s.extents), 1)
         b = self._weight(weight).mT
         for image, to in zip(x, y, strict=True):
-            if any(s.padding):
-                padded = self._with_zeros(image[None])
-            else:
-                padded = np.ascontiguousarray(image)
-            view = host_view(padded)
+            view = host_view(self._placed_once(image))
             if s.groups == 1:
-                a = OffsetView(view, shape[1:], strides[1:], _offsets_of(s))
+                a = OffsetView(view, shape[1:], strides[1:], s.offsets)
             else:
-                a = OffsetView(view, shape, strides, _offsets_of(s))
+                a = OffsetView(view, shape, strides, s.offsets)
             self._multiply(a, b, out, bias)
             self.copy(to, found)
+
+    def _placed_once(self, image: Array) -> Array:
+        """Return an image whose rows share the zeros between them, with these after the last one."""
+        s = self.shape
+        if not any(s.padding):
+            return np.ascontiguousarray(image)
+        size = len(image) * prod(s.extents)
+        is_new = "placed" not in self._memory
+        memory = self._temporary("placed", size + s.padding[-1], image.dtype)
+        if is_new:
+            memory[...] = 0
+        placed = memory[:size].reshape(1, len(image), *s.extents)
+        self.copy(self._inside(placed)[0], image)
+        return memory
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -390,19 +400,6 @@ class Products:
         )
         x = a if isinstance(a, ArrayView) else host_view(a)
         look_up(self.resolved, x, b, given).execute(given.arguments(x, b, to))
-
-
-@lru_cache(256)
-def _offsets_of(s: Convolution) -> tuple[int, ...]:
-    """Return the offsets of the elements under the kernel in a padded image."""
-    axes = [(k, d * step) for k, d, step in zip(s.kernel, s.dilation, s.steps, strict=True)]
-    offsets: list[int] = lines.offsets([(s.channels, prod(s.padded)), *axes]).tolist()
-    return tuple(offsets)
-
-
-def _span(s: Convolution) -> int:
-    """Return the number of elements of a channel from the first position to the last one."""
-    return 1 + sum((n - 1) * step for n, step in zip(s.results, s.steps, strict=True))
 
 
 def _wide(dtype: Any) -> Any:

@@ -137,6 +137,8 @@ def test_chunks_of_images_are_within_the_same_bound(first, monkeypatch):
     ("shape", "given"),
     [
         ((2, 20, 30, 40), {"padding": 1}),
+        ((2, 20, 14, 14), {"padding": 1}),
+        ((2, 20, 30, 40), {"padding": (1, 4)}),
         ((2, 24, 40, 70), {"padding": 2, "dilation": 2, "groups": 2}),
         ((3, 16, 600), {"padding": 1}),
         ((1, 16, 18, 40, 50), {}),

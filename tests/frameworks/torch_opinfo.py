@@ -30,9 +30,8 @@ PRODUCTS = (
 OTHERS = (
     "chain_matmul nn.functional.multi_head_attention_forward cholesky_inverse cholesky_solve "
     "nn.functional.cosine_similarity pdist nn.functional.embedding_bag sparse.mm sparse.sampled_addmm "
-    "nn.functional.unfold nn.functional.fold stft istft triangular_solve geqrf cross "
-    "nn.functional.ctc_loss logdet cholesky nn.functional.affine_grid lu lu_solve "
-    "nn.functional.grid_sample trapezoid polar block_diag"
+    "nn.functional.unfold nn.functional.fold stft istft triangular_solve geqrf cross nn.functional.ctc_loss "
+    "logdet cholesky nn.functional.affine_grid lu lu_solve nn.functional.grid_sample trapezoid polar block_diag"
 )
 SAMPLES = {True: 20, False: 6}
 #: Relative to the largest element: sums of at most some hundred products in another order, differentiated.
