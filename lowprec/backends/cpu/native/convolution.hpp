@@ -2,7 +2,7 @@
 //
 // Vectors have 16 lanes everywhere, and products and sums are rounded
 // separately: an element of a sum has the same bits at any place and on any processor, and so has a dot product.
-// Vectors may be read up to 15 steps beyond the width of a line.
+// Vectors may be read up to 16 steps beyond the width of a line.
 
 const int LANES = 16, AT_ONCE = 4;
 typedef float lanes __attribute__((vector_size(4 * LANES)));
@@ -13,7 +13,13 @@ static inline __attribute__((always_inline)) lanes load(const float* at, int64_t
         __builtin_memcpy(&x, at, sizeof x);
         return x;
     }
-    for (int i = 0; i < LANES; i++) x[i] = at[i * step];
+    if (step == 2) {
+        lanes y;
+        __builtin_memcpy(&x, at, sizeof x);
+        __builtin_memcpy(&y, at + LANES, sizeof y);
+        return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    }
+    UNROLLED(i, LANES) x[i] = at[i * step];
     return x;
 }
 
@@ -25,15 +31,17 @@ static inline __attribute__((always_inline)) void sum_vectors(const lp_lines& l,
     const float *const x = at.x + j * x_step, *const w = at.w + (ACROSS ? j : 0);
     for (int64_t t = 0; t < l.terms; t++) {
         const float *from = x + l.x_terms[t], *by = w + l.w_terms[t];
-        for (int v = 0; v < VECTORS; v++) {
+        UNROLLED(v, VECTORS) {
             const lanes factor = ACROSS ? load(by + v * LANES, 1) : *by - lanes{};
             sums[v] += load(from + v * LANES * x_step, x_step) * factor;
         }
     }
-    for (int v = 0; v < VECTORS; v++, j += LANES) {
-        if (at.bias) sums[v] += ACROSS ? load(at.bias + j, 1) : *at.bias - lanes{};
-        const int64_t rest = l.width - j < LANES ? l.width - j : LANES;
-        __builtin_memcpy(at.out + j, &sums[v], 4 * (size_t)rest);
+    UNROLLED(v, VECTORS) {
+        const int64_t first = j + v * LANES, rest = l.width - first;
+        lanes sum = sums[v];
+        if (at.bias) sum += ACROSS ? load(at.bias + first, 1) : *at.bias - lanes{};
+        if (rest >= LANES) __builtin_memcpy(at.out + first, &sum, sizeof sum);
+        else __builtin_memcpy(at.out + first, &sum, 4 * (size_t)rest);
     }
 }
 
@@ -58,29 +66,39 @@ static inline lanes load_some(const float* at, int64_t step, int64_t count) {
     return x;
 }
 
-// The dot products of rows of y with rows of x, for each term, up to MOST_DOTS at a time.
-const int MOST_DOTS = 8;
-static void dot_rows(const lp_lines& l, const float* y, const float* x, float* out) {
-    for (int64_t first = 0; first < l.terms; first += MOST_DOTS) {
-        const int count = (int)(l.terms - first < MOST_DOTS ? l.terms - first : MOST_DOTS);
-        lanes sums[MOST_DOTS] = {};
-        for (int64_t line = 0; line < l.lines; line++) {
-            const float *from = x + l.x_lines[line], *row = y + l.out_lines[line];
-            int64_t j = 0;
-            for (; j + LANES <= l.width; j += LANES) {
-                const lanes factor = load(row + j, 1);
-                for (int t = 0; t < count; t++)
-                    sums[t] += load(from + l.x_terms[first + t] + j * l.x_step, l.x_step) * factor;
-            }
-            const int64_t rest = l.width - j;
-            for (int t = 0; rest && t < count; t++)
-                sums[t] +=
-                    load_some(from + l.x_terms[first + t] + j * l.x_step, l.x_step, rest) * load_some(row + j, 1, rest);
+// The dot products of rows of y with rows of x, for COUNT terms.
+template <int COUNT>
+static inline __attribute__((always_inline)) void dot_terms(const lp_lines& l, const float* y, const float* x,
+                                                            int64_t x_step, const int64_t* terms, float* out) {
+    lanes sums[COUNT] = {};
+    for (int64_t line = 0; line < l.lines; line++) {
+        const float *from = x + l.x_lines[line], *row = y + l.out_lines[line];
+        int64_t j = 0;
+        for (; j + LANES <= l.width; j += LANES) {
+            const lanes factor = load(row + j, 1);
+            UNROLLED(t, COUNT) sums[t] += load(from + terms[t] + j * x_step, x_step) * factor;
         }
-        for (int t = 0; t < count; t++) {
-            float sum = 0;
-            for (int i = 0; i < LANES; i++) sum += sums[t][i];
-            out[first + t] = sum;
-        }
+        const int64_t rest = l.width - j;
+        if (!rest) continue;
+        const lanes factor = load_some(row + j, 1, rest);
+        UNROLLED(t, COUNT) sums[t] += load_some(from + terms[t] + j * x_step, x_step, rest) * factor;
     }
+    UNROLLED(t, COUNT) {
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += sums[t][i];
+        out[t] = sum;
+    }
+}
+
+static inline __attribute__((always_inline)) void dot_rows_of(const lp_lines& l, const float* y, const float* x,
+                                                              int64_t x_step, float* out) {
+    int64_t t = 0;
+    for (; t + 9 <= l.terms; t += 9) dot_terms<9>(l, y, x, x_step, l.x_terms + t, out + t);
+    for (; t + 3 <= l.terms; t += 3) dot_terms<3>(l, y, x, x_step, l.x_terms + t, out + t);
+    for (; t < l.terms; t++) dot_terms<1>(l, y, x, x_step, l.x_terms + t, out + t);
+}
+
+static void dot_rows(const lp_lines& l, const float* y, const float* x, float* out) {
+    if (l.x_step == 1) return dot_rows_of(l, y, x, 1, out);
+    dot_rows_of(l, y, x, l.x_step, out);
 }
