@@ -123,7 +123,8 @@ def conv(
     DTypeError
         The element types differ, or are not supported.
     UnsupportedError
-        An array is in the memory of a GPU, or of a library without convolutions here.
+        An array is in the memory of a GPU, or of a library without convolutions here; or PyTorch computes a second
+        derivative.
 
     Examples
     --------

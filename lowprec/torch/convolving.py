@@ -49,21 +49,35 @@ class _Convolution(torch.autograd.Function):
         return layout.forward(products, x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        layout, transposed, backward, source = ctx.settings
+        needed = ctx.needs_input_grad[:3]
+        found = _Gradients.apply(gradient, *ctx.saved_tensors, *ctx.settings, needed)
+        return *found, None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of a convolution, which have no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Any:
+        layout, transposed, backward, source, needed = rest
         of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
+        if needed[0]:
             resolved = policy.restrict(of_pass(backward, "grad_input"), source)
             products = layout.products(x.dtype, resolved)
             compute = layout.forward if transposed else layout.of_images
             of_x = compute(products, gradient, weight)
-        if ctx.needs_input_grad[1]:
+        if needed[1]:
             resolved = policy.restrict(of_pass(backward, "grad_weight"), source)
             products = layout.products(x.dtype, resolved)
             operands = (gradient, x) if transposed else (x, gradient)
             of_weight = layout.of_weight(products, *operands, False)
-        if ctx.needs_input_grad[2]:
+        if needed[2]:
             of_bias = gradient.sum((0, *range(2, gradient.ndim)))
-        return of_x, of_weight, of_bias, None, None, None
+        return of_x, of_weight, of_bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            "conv has no second derivative; call PyTorch's convolution inside lowprec.torch.intercept, which has"
+        )

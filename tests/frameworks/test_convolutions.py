@@ -263,6 +263,15 @@ def test_jax_traces_and_differentiates(jax, seed):
     )
 
 
+def test_second_derivatives_of_tensors_are_refused(torch):
+    x = torch.ones(1, 1, 5, requires_grad=True)
+    weight = torch.ones(1, 1, 3, requires_grad=True)
+    y = lowprec.conv(x, weight)
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(lowprec.UnsupportedError, match="no second derivative; call PyTorch's"):
+        first.sum().backward()
+
+
 def test_tensors_under_a_transform_are_refused(torch):
     x, weight = torch.ones(2, 1, 4), torch.ones(1, 1, 2)
     with pytest.raises(lowprec.UnsupportedError, match="no memory for conv"):
