@@ -16,7 +16,7 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.backends.cpu import library, quantizing, threads
 from lowprec.core.quantize import quantize
 from lowprec.planning.layout import MatrixStack
-from lowprec.recipes import Rule
+from lowprec.recipes import Rule, parse_recipe
 from lowprec.util.strides import packed_strides
 
 BLOCKS = [
@@ -346,3 +346,21 @@ def test_other_libraries_give_the_same_bits(rule, twin, rng):
         want = reference(x, inner, rule)
         same(twin(x, inner, rule), want)
         same(compiled(x, inner, rule), want)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(
+    "recipe", ["fp8", "fp8_e5m2/fp8_e5m2", "fp8(scale_rule=rceil)", "fp8_rows(rounding=stochastic,seed=3)"]
+)  # fmt: skip
+def test_float8_numbers_by_the_library_are_those_of_numpy(rng, recipe, axis):
+    """Emulated tensor cores multiply the rounded numbers themselves."""
+    x = (rng.standard_normal((2, 30, 40)) * 2.0 ** rng.integers(-9, 9, 40)).astype(np.float32)
+    x[0, 3] = np.inf, *x[0, 3, 1:]
+    rule = parse_recipe(recipe).rules[0].drawn(5, 0)
+    for operand in (x, x.swapaxes(0, 1), x[:, ::2, ::-1]):
+        expected = block_codes.rounded(operand, axis, rule, np)
+        values, scales, scale = quantizing.rounded(host_view(operand), axis, rule)
+        found = np.moveaxis(values, -1, axis).astype(np.float32)
+        np.testing.assert_array_equal(found, expected[0].astype(np.float32))
+        np.testing.assert_array_equal(scales, expected[1])
+        assert scale == expected[2]

@@ -14,7 +14,7 @@ from lowprec.arrays.block_layout import part_shapes
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView, QuantizedView
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
-from lowprec.backends.cpu import numpy_execution, numpy_products
+from lowprec.backends.cpu import numpy_execution, numpy_products, quantizing
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT32
 from lowprec.modes import MathMode
@@ -126,8 +126,14 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
     if spec.blocks is not None:
         return _coded(view, inner, rule, spec)
     x = np.atleast_2d(view.ndarray())
-    with np.errstate(all="ignore"):
-        values, scales, scale = block_codes.rounded(_once(x, rule), inner, rule, np)
+    dtype = NUMPY_DTYPES[spec.dtype]
+    if rule.is_float8 and quantizing.reads(view) and 0 not in view.strides:
+        values, scales, scale = quantizing.rounded(host_view(x), inner, rule)
+        values = np.moveaxis(values, -1, inner)
+        dtype = np.dtype(np.float32)  # in which these are multiplied
+    else:
+        with np.errstate(all="ignore"):
+            values, scales, scale = block_codes.rounded(_once(x, rule), inner, rule, np)
     scale = float(scale)
     if view.ndim == 1 and rule.scaling == "vector":
         scales = scales[0]
@@ -135,7 +141,7 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, spec: OperandSpec) -> Roun
     if scales is not None and np.fmax.reduce(scales, None, initial=0) >= _LARGE_SCALE:
         scales = np.asarray(scales / _FACTOR, np.float32)  # of one vector, not a scalar
         scale *= _FACTOR
-    values = np.broadcast_to(values.astype(NUMPY_DTYPES[spec.dtype]), x.shape)
+    values = np.broadcast_to(values.astype(dtype), x.shape)
     if view.ndim == 1:
         values = values[0]
     return Rounded(host_view(values), scales, scale)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.numpy_library import aligned_empty
-from lowprec.arrays.view import ArrayView, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
 from lowprec.formats import ELEMENTS, INT4_CODES, BlockFormat, DType
@@ -51,6 +51,7 @@ def describe(
         q.to_vector = blocks * rule.block[1]
         q.to_inner = 1
         _set_scales(q, blocks)
+        q.scale_batch *= q.vectors
     elif rule.block_scale == "float32":
         across = -(-q.vectors // rule.block[0])
         q.scale_batch = blocks * across
@@ -65,16 +66,20 @@ def describe(
 
 def _set_scales(q: library.Quantizer, blocks: int) -> None:
     """Set the strides of the scales of codes, of blocks along k."""
-    q.scale_batch = q.vectors * blocks
+    q.scale_batch = blocks
     q.scale_vector = blocks
     q.scale_inner = 1
 
 
 def encodes(view: ArrayView, row: BlockFormat) -> bool:
     """Whether the compiled library rounds the numbers of a view to a format."""
-    has_rule = row.is_mode or row.elements is INT4_CODES
+    return (row.is_mode or row.elements is INT4_CODES) and reads(view)
+
+
+def reads(view: ArrayView) -> bool:
+    """Whether the compiled library rounds the numbers of a view."""
     is_host = view.device.is_host and view.dtype in _TYPES and 0 not in view.shape
-    return has_rule and is_host and library.library() is not None and bool(library.units())
+    return is_host and library.library() is not None and bool(library.units())
 
 
 def encode(
@@ -93,9 +98,31 @@ def encode(
         scales = aligned_empty(
             of_scales, np.dtype(np.float32 if row.has_float_scales else np.uint8)
         )
+    q = library.Quantizer(codes=1, to_vector=of_codes[-1] * 8 // row.bits)
+    _set_scales(q, 0 if of_scales is None else of_scales[-1])
+    return (codes, scales), _round_along(q, view, axis, rule, codes, scales)
+
+
+def rounded(view: ArrayView, axis: int, rule: Rule) -> tuple[Any, Any, float]:
+    """Return bfloat16 numbers, their axis last, float32 scales of vectors, and the scale of the array."""
+    shape = np.moveaxis(view.ndarray(), axis, -1).shape
+    values = aligned_empty(shape, NUMPY_DTYPES[DType.BFLOAT16])
+    scales = None
+    if rule.scaling == "vector":
+        scales = aligned_empty(shape[:-1], np.dtype(np.float32))
+    q = library.Quantizer(to_vector=shape[-1])
+    _set_scales(q, 1)
+    return values, scales, _round_along(q, view, axis, rule, values, scales)
+
+
+def _round_along(
+    q: library.Quantizer, view: ArrayView, axis: int, rule: Rule, to: Any, scales: Any
+) -> float:
+    """Round the numbers of a view along an axis, which is the last one of the result; return the scale of the array."""
     extents = list(view.shape)
     strides = list(view.strides)
-    q = library.Quantizer(vectors=1, codes=1, to_inner=1, to_vector=of_codes[-1] * 8 // row.bits)
+    q.vectors = 1
+    q.to_inner = 1
     q.k = extents.pop(axis)
     q.inner = strides.pop(axis)
     if extents:
@@ -106,9 +133,9 @@ def encode(
     to_offsets = np.arange(q.batches) * (q.vectors * q.to_vector)
     q.offsets = data_pointer(offsets)
     q.to_offsets = data_pointer(to_offsets)
-    _set_scales(q, 0 if of_scales is None else of_scales[-1])
+    q.scale_batch *= q.vectors
     add_rule(q, rule, view.dtype)
-    return (codes, scales), _quantize(q, view, codes, scales)
+    return _quantize(q, view, to, scales)
 
 
 def add_rule(q: library.Quantizer, rule: Rule, dtype: DType) -> None:
