@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.view import Array, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, Array, data_pointer
 from lowprec.core import lines
 from lowprec.core.convolution_shapes import Convolution
 from lowprec.core.convolutions import Products, is_compiled
+from lowprec.formats import DType
 from lowprec.modes import MathMode, Mode
 
 #: Products of channels and filters of a group up to which sums of lines are faster than products of matrices.
@@ -144,11 +145,10 @@ class DirectProducts(Products):
         mode = self.resolved.mode
         if mode in _EXACT:
             return x
-        bits = np.ascontiguousarray(x).view(np.int32)
         if mode is MathMode.BF16:
-            bits = (bits + (0x7FFF + (bits >> 16 & 1))) & ~0xFFFF
-        else:
-            bits = (bits + 0x1000) & ~0x1FFF
+            return x.astype(NUMPY_DTYPES[DType.BFLOAT16]).astype(np.float32)
+        bits = np.ascontiguousarray(x).view(np.int32)
+        bits = (bits + 0x1000) & ~0x1FFF
         return np.where(np.isfinite(x), bits.view(np.float32), x)
 
 
