@@ -26,7 +26,11 @@ def convolve(x: Any, weight: Any, params: dict[str, Any], **options: Any) -> Any
     """Convolve two arrays by the parameters of ``lax.conv_general_dilated``; options as of ``computed``."""
     if not rounds_vectors(parse_mode(options["mode"])):
         return computed(x, weight, None, GeneralConvolution(params), **options)
-    return _multiplied(x, weight, params, lambda a, b: computed(a, b, None, _GROUPED, **options))
+
+    def multiply(a: Any, b: Any) -> Any:
+        return computed(a, b, None, _GROUPED, **options)
+
+    return _multiplied(x, weight, params, multiply)
 
 
 def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: Mode) -> Any:
@@ -45,7 +49,8 @@ def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: 
     weight = jnp.asarray(checked.weight)
     if checked.given.transposed:
         weight = weight.reshape(s.groups, s.filters, s.channels, *s.kernel).swapaxes(1, 2)
-        weight = jnp.flip(weight.reshape(-1, s.filters, *s.kernel), axes[2:])
+        weight = weight.reshape(-1, s.filters, *s.kernel)
+        weight = jnp.flip(weight, axes[2:])
         reach = [d * (k - 1) for d, k in zip(s.dilation, s.kernel, strict=True)]
         lows = [n - p for n, p in zip(reach, s.padding, strict=True)]
         params["window_strides"] = (1,) * len(s.kernel)
@@ -54,14 +59,13 @@ def convolve_bound(checked: BoundConvolution, resolved: ResolvedMode, backward: 
             (low, n + d - 1 - t * (r - 1) - low)
             for low, n, d, t, r in zip(lows, s.images, reach, s.stride, s.results, strict=True)
         ]
-    out = _multiplied(
-        jnp.asarray(checked.x),
-        weight,
-        params,
-        lambda a, b: matmul(
-            a, jnp.matrix_transpose(b), math_mode=resolved.mode, backward_mode=backward
-        ),
-    )
+
+    def multiply(a: Any, b: Any) -> Any:
+        columns = jnp.matrix_transpose(b)
+        return matmul(a, columns, math_mode=resolved.mode, backward_mode=backward)
+
+    x = jnp.asarray(checked.x)
+    out = _multiplied(x, weight, params, multiply)
     if checked.bias is not None:
         out = out + jnp.expand_dims(checked.bias, axes[1:-1])
     if checked.activation is None:
@@ -93,7 +97,8 @@ def _multiplied(x: Any, weight: Any, params: dict[str, Any], multiply: Any) -> A
     a = rows.reshape(groups, prod(extents), channels * prod(kernel))
     b = kernels.reshape(groups, filters // groups, -1)
     out = multiply(a, b)
-    out = jnp.moveaxis(out, 0, 1).reshape(extents[0], *extents[1:], filters)
+    out = jnp.moveaxis(out, 0, 1)
+    out = out.reshape(*extents, filters)
     out = jnp.moveaxis(out, -1, 1)
     order = sorted(range(out.ndim), key=numbers.out_spec.__getitem__)
     return jnp.transpose(out, order)

@@ -56,14 +56,18 @@ def accumulate(a: Any, b: Any, c: Any, arithmetic: Accumulation, scales: Any = N
     of_b: Any = 0
     if scales is not None:
         of_a, of_b = scales
-        of_a = np.repeat(of_a, arithmetic.group, 1)[:, : a.shape[1]]
-        of_b = np.repeat(of_b, arithmetic.group, 0)[: a.shape[1]]
-    x, y = Operand.of(a, arithmetic.emin, of_a), Operand.of(b, arithmetic.emin, of_b)
+        k = a.shape[1]
+        of_a = np.repeat(of_a, arithmetic.group, 1)[:, :k]
+        of_b = np.repeat(of_b, arithmetic.group, 0)[:k]
+    x = Operand.of(a, arithmetic.emin, of_a)
+    y = Operand.of(b, arithmetic.emin, of_b)
     m, n = c.shape
     with np.errstate(all="ignore"):
         for i in range(0, m, _ROWS):
+            rows = slice(i, i + _ROWS)
             for j in range(0, n, _COLUMNS):
-                _accumulate_block(x, y, c, slice(i, i + _ROWS), slice(j, j + _COLUMNS), arithmetic)
+                columns = slice(j, j + _COLUMNS)
+                _accumulate_block(x, y, c, rows, columns, arithmetic)
     c.view(np.uint32)[np.isnan(c)] = NAN
 
 
@@ -73,7 +77,9 @@ def _accumulate_block(
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):
         inner = slice(first, first + arithmetic.group)
-        total = _add_group(_part(a, rows, inner), _part(b, inner, columns), total, arithmetic)
+        x = _part(a, rows, inner)
+        y = _part(b, inner, columns)
+        total = _add_group(x, y, total, arithmetic)
     c[rows, columns] = total
 
 
@@ -97,15 +103,15 @@ def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Accumulation) -> Any:
         total += np.trunc(a.values[:, i, None] * b.values[i, :] * scale)
     # Adding +0 removes a -0 from terms that were truncated to zero.
     total = _toward_zero(np.ldexp(total + 0.0, -shift)).astype(np.float32)
-    total.view(np.uint32)[...] &= np.uint32(
-        0xFFFFFFFF << (23 - arithmetic.result_bits) & 0xFFFFFFFF
-    )
+    dropped = 23 - arithmetic.result_bits
+    total.view(np.uint32)[...] &= np.uint32(0xFFFFFFFF << dropped & 0xFFFFFFFF)
     if arithmetic.adds_after:
         total = value.astype(np.float32) + total
     special = np.where(finite, 0, c)
     if not (a.is_finite and b.is_finite):
         products = a.raw[:, :, None].astype(np.float64) * b.raw[None, :, :]
-        special = special + np.where(np.isfinite(products), 0, products).sum(axis=1)
+        not_finite = np.where(np.isfinite(products), 0, products)
+        special = special + not_finite.sum(axis=1)
     return np.where(special == 0, total, special)
 
 
@@ -125,8 +131,10 @@ def sum_dots(a: Any, b: Any, scales: Any, emins: Any, arithmetic: Accumulation) 
                 block = first // arithmetic.dot
                 x = of_a[..., block, None]
                 y = of_b[..., block, :][..., None, :]
-                terms.append(a[..., inner] @ b[..., inner, :] * x * y)
-                exponents.append(exponents_of(x, emins[0]) + exponents_of(y, emins[1]))
+                dots = a[..., inner] @ b[..., inner, :]
+                terms.append(dots * x * y)
+                exponent_of_x = exponents_of(x, emins[0])
+                exponents.append(exponent_of_x + exponents_of(y, emins[1]))
             largest = functools.reduce(np.maximum, exponents)
             shift = arithmetic.fraction_bits - largest
             kept = sum(np.trunc(np.ldexp(term, shift)) for term in terms)
@@ -137,7 +145,9 @@ def sum_dots(a: Any, b: Any, scales: Any, emins: Any, arithmetic: Accumulation) 
 
 def exponents_of(x: Any, emin: int) -> Any:
     """Return the exponents, those of subnormal numbers being ``emin``, that of zero the least of float32."""
-    return np.where(x == 0, FLOAT32.emin, np.maximum(np.frexp(x)[1] - 1, emin))
+    _, exponents = np.frexp(x)
+    exponents = np.maximum(exponents - 1, emin)
+    return np.where(x == 0, FLOAT32.emin, exponents)
 
 
 def _toward_zero(x: Any) -> Any:
