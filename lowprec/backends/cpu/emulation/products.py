@@ -52,24 +52,36 @@ def multiply_scaled(a: Any, b: Any, scales: Any, emins: Any, model: Accumulation
     with np.errstate(invalid="ignore"):
         # as numbers of one format, whose least exponent is that of the model
         least = [model.emin - emin for emin in emins]
-        x, y = (
-            np.ldexp(np.where(np.isnan(s), np.nan, v), shift).astype(np.float32)
-            for v, s, shift in zip((a, b), scales, least, strict=True)
-        )
-        exponents = [np.frexp(s)[1] - 1 - shift for s, shift in zip(blocks, least, strict=True)]
+        numbers = []
+        exponents = []
+        for values, of_each, of_blocks, shift in zip((a, b), scales, blocks, least, strict=True):
+            known = np.where(np.isnan(of_each), np.nan, values)
+            numbers.append(np.ldexp(known, shift).astype(np.float32))
+            exponents.append(np.frexp(of_blocks)[1] - 1 - shift)
+    x, y = numbers
     return multiply(x, y, None, model, exponents)
 
 
 def _accumulate(a: Any, b: Any, c: Any, model: Accumulation, scales: Any) -> None:
     """Compute ``c += a @ b`` in place; ``c`` is contiguous."""
-    functions, status = library.library(), library.UNSUPPORTED
+    functions = library.library()
+    status = library.UNSUPPORTED
     if functions is not None:
-        a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
+        a = np.ascontiguousarray(a, np.float32)
+        b = np.ascontiguousarray(b, np.float32)
         core = (ctypes.c_int32 * 6)(*model[1:7])  # an ``lp_tensor_core_model``
+        exponents: list[int | None] = [None, None]
+        if scales is not None:
+            exponents = [data_pointer(x) for x in scales]
         status = functions.emulate(
-            data_pointer(a), data_pointer(b), data_pointer(c), *c.shape, a.shape[-1],
-            *map(data_pointer, scales or ()), *[None] * (0 if scales else 2),
-            ctypes.addressof(core), threads.num_threads(),
-        )  # fmt: skip
+            data_pointer(a),
+            data_pointer(b),
+            data_pointer(c),
+            *c.shape,
+            a.shape[-1],
+            *exponents,
+            ctypes.addressof(core),
+            threads.num_threads(),
+        )
     if status == library.UNSUPPORTED:
         arrays.accumulate(a, b, c, model, scales)
