@@ -77,7 +77,7 @@ def test_train_in_nvfp4(tmp_path):
         run(tmp_path, *lowprec, "nvfp4", "train.py"),
         block_after("The layers are named as in the model"),
     )
-    shown = block_after("with all layers in NVFP4 0.0424").splitlines()
+    shown = block_after("A run with this layer in bfloat16 tests it").splitlines()
     found = run(tmp_path, *lowprec, "0=bf16,*=nvfp4", "train.py").splitlines()
     assert_same_output("\n".join(found[: len(shown) - 2]), "\n".join(shown[1:-1]))
 
