@@ -313,6 +313,7 @@ def test_to_dict_is_ready_for_json():
         "shape": [512, 512],
         "strides": [512, 1],
         "blocks": None,
+        "inner_offsets": None,
     }
     assert plain["kernel"] == "bf16_amx_pair"
     assert plain["bound"]["relative"] == made.bound.relative
