@@ -11,7 +11,7 @@ template <class U> struct Small {
     typedef bool Multiply(lp::Work&);
     static constexpr int P = G::P, MOST_ROWS = BLOCKING.small_rows, MOST_VECTORS = BLOCKING.small_vectors;
     static constexpr int MOST_DWORDS = BLOCKING.small_dwords, ROWS = BLOCKING.small_at_once;
-    static constexpr int FEW = 64;  // packed vectors up to which these are on the stack
+    static constexpr int FEW = G::OFFSET ? 48 : 64;  // packed vectors up to which these are on the stack
 
     // Whether all numbers are within the same limits.
     INLINE bool within(const Extrema& x) {
